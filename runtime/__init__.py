@@ -1,0 +1,13 @@
+"""Load a main GGUF with its sidecar, generate losslessly and faster, chat.
+
+>>> from llama_sidecar.runtime import load            # doctest: +SKIP
+>>> with load("demo-Q8_0.gguf") as model:             # doctest: +SKIP
+...     for piece in model.generate("def main():"):
+...         print(piece, end="")
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+__version__ = version("llama-sidecar")

@@ -1,0 +1,21 @@
+"""The runtime's errors, each a `LlamaSidecarError`."""
+
+from __future__ import annotations
+
+from llama_sidecar.sidecars.errors import LlamaSidecarError
+
+
+class LibraryError(LlamaSidecarError):
+    """llama.cpp's library lacks something the loop needs, or refused a call."""
+
+
+class LoadError(LlamaSidecarError):
+    """A model could not be loaded, or what was asked for does not fit it."""
+
+
+class PromptError(LlamaSidecarError):
+    """A prompt or a sampling setting that cannot be used."""
+
+
+class SessionError(LlamaSidecarError):
+    """A session that is closed, or busy in another thread."""

@@ -1,0 +1,103 @@
+"""Binds the native loop to the llama.cpp library that llama_cpp has loaded, once, at the first load.
+
+Knows which release the loop was tested with. Importing this module imports nothing heavy; importing the package never
+fails for the library's sake: whatever is wrong is a `LibraryError` when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import ModuleType
+
+from . import _native
+from .errors import LibraryError
+
+TESTED_VERSIONS = ("0.3.36",)
+_lock = threading.Lock()
+_bound: ModuleType | None = None
+
+
+def llama() -> ModuleType:
+    """Returns the `llama_cpp.llama_cpp` module, with the native loop bound to its library.
+
+    Raises:
+        LibraryError: llama-cpp-python is missing or cannot be loaded, lacks a symbol, or lays its structs out otherwise.
+
+    Example:
+        >>> llama().llama_max_devices() > 0
+        True
+    """
+    global _bound
+    with _lock:
+        if _bound is None:
+            _bound = _bind()
+        return _bound
+
+
+def _bind() -> ModuleType:
+    tested = "tested: llama-cpp-python " + ", ".join(TESTED_VERSIONS)
+    try:
+        import llama_cpp
+        from llama_cpp import llama_cpp as module
+    except ImportError as error:
+        raise LibraryError(f"llama-cpp-python is not installed ({error}); pip install llama-cpp-python ({tested})") from error
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise LibraryError(f"llama-cpp-python does not load: {error} ({tested})") from error
+    found = f"found llama-cpp-python {llama_cpp.__version__}, {tested}"
+    try:
+        _native.bind(module._lib._handle, LibraryError)
+    except LibraryError as error:
+        raise LibraryError(f"{error}; {found}") from None
+    problem = _layout_problem(module)
+    if problem:
+        raise LibraryError(f"{problem}; {found}")
+    module.llama_backend_init()
+    return module
+
+
+def _layout_problem(module: ModuleType) -> str | None:
+    """Compares a struct made by the library with what its documented defaults are, field by field.
+
+    A release whose C struct has moved while the Python one has not shows as defaults in the wrong place.
+    """
+    try:
+        model = module.llama_model_default_params()
+        context = module.llama_context_default_params()
+        facts = {
+            "llama_model_params.use_extra_bufts": (model.use_extra_bufts, True),
+            "llama_model_params.load_mtp": (model.load_mtp, False),
+            "llama_context_params.n_ctx": (context.n_ctx, 512),
+            "llama_context_params.n_seq_max": (context.n_seq_max, 1),
+            "llama_context_params.n_rs_seq": (context.n_rs_seq, 0),
+            "llama_context_params.ctx_type": (context.ctx_type, 0),
+            "llama_context_params.type_k": (context.type_k, module.GGML_TYPE_F16),
+            "llama_context_params.ctx_other": (bool(context.ctx_other), False),
+        }
+    except AttributeError as error:
+        return f"llama-cpp-python's structs lack a field: {error}"
+    wrong = [f"{name} is {found!r} instead of {expected!r}" for name, (found, expected) in facts.items() if found != expected]
+    return "llama.cpp's structs are laid out otherwise: " + ", ".join(wrong) if wrong else None
+
+
+LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def set_log(module: ModuleType, sink: list[str] | None) -> None:
+    """Sends llama.cpp's log to `sink` (appended, newest 200 lines), or to stderr when it is None."""
+    global _log
+    if sink is None:
+        _log = None
+        module.llama_log_set(LogCallback(), None)
+        return
+
+    def collect(_level: int, text: bytes | None, _user: object) -> None:
+        if text:
+            sink.append(text.decode("utf-8", "replace"))
+            del sink[:-200]
+
+    _log = LogCallback(collect)
+    module.llama_log_set(_log, None)
+
+
+_log: object = None

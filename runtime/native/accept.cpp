@@ -1,0 +1,86 @@
+#include "accept.h"
+
+namespace sidecar {
+
+namespace {
+
+struct Greedy : Chooser {
+    llama_token choose(const Target & target, int32_t i, llama_token) override {
+        return argmax(target.logits(i), target.n_vocab());
+    }
+};
+
+struct Chain : Chooser {
+    llama_sampler * chain;
+    explicit Chain(llama_sampler * c) : chain(c) {}
+    llama_token choose(const Target & target, int32_t i, llama_token) override {
+        return api().sampler_sample(chain, target.context(), i);
+    }
+};
+
+struct Coin : Chooser {
+    std::mt19937_64 random;
+    std::bernoulli_distribution heads;
+    Coin(double p, uint64_t seed) : random(seed), heads(p) {}
+    llama_token choose(const Target & target, int32_t i, llama_token drafted) override {
+        const llama_token own = argmax(target.logits(i), target.n_vocab());  // the same work as a real choice
+        if (drafted < 0) {
+            return own;
+        }
+        if (heads(random)) {
+            return drafted;
+        }
+        return own != drafted ? own : (own + 1) % target.n_vocab();
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<Chooser> greedy_chooser() { return std::make_unique<Greedy>(); }
+std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain) { return std::make_unique<Chain>(chain); }
+std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed) { return std::make_unique<Coin>(p_accept, seed); }
+
+int32_t argmax(const float * values, int32_t n) {
+    // Blocks keep independent maxima, which the compiler turns into vector maxima; the winning block is then searched.
+    constexpr int32_t block = 4096;
+    int32_t best_start = 0;
+    float best = -1.0f / 0.0f;
+    for (int32_t start = 0; start < n; start += block) {
+        const int32_t end = start + block < n ? start + block : n;
+        float lanes[16];
+        for (float & lane : lanes) lane = -1.0f / 0.0f;
+        int32_t i = start;
+        for (; i + 16 <= end; i += 16) {
+            for (int32_t k = 0; k < 16; ++k) {
+                lanes[k] = values[i + k] > lanes[k] ? values[i + k] : lanes[k];
+            }
+        }
+        for (; i < end; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
+        for (const float lane : lanes) {
+            if (lane > best) {
+                best = lane;
+                best_start = start;
+            }
+        }
+    }
+    for (int32_t i = best_start; i < n; ++i) {
+        if (values[i] == best) return i;
+    }
+    return 0;  // every value is NaN or -inf
+}
+
+int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
+               std::vector<llama_token> & out) {
+    const llama_vocab * vocab = api().model_get_vocab(api().get_model(target.context()));
+    const int32_t n_drafts = int32_t(drafts.size());
+    for (int32_t i = 0; i < n_drafts; ++i) {
+        const llama_token chosen = chooser.choose(target, i, drafts[i]);
+        out.push_back(chosen);
+        if (chosen != drafts[i]) return i;
+        if (!ignore_eog && api().vocab_is_eog(vocab, chosen)) return i + 1;
+    }
+    out.push_back(chooser.choose(target, n_drafts, -1));
+    return n_drafts;
+}
+
+}  // namespace sidecar

@@ -1,0 +1,42 @@
+// Which drafted tokens stand. It is decided here and nowhere else, from the target's rows alone.
+//
+// Sample-and-match, as llama.cpp does it: at each row the target's own choice is taken by the full sampler, and the
+// draft stands while it is the same. So every emitted token is the target's own, at any temperature, and one emitted
+// token takes one draw of the sampler: a seeded speculative run is the seeded plain run.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "llama_api.h"
+#include "target.h"
+
+namespace sidecar {
+
+// The target's own choice from one row.
+class Chooser {
+  public:
+    virtual ~Chooser() = default;
+    // The token for row i of the target's last decode. `drafted` is the draft there, or -1: only a coin looks at it.
+    virtual llama_token choose(const Target & target, int32_t i, llama_token drafted) = 0;
+};
+
+// The first token of the largest logit, as llama.cpp's greedy sampler chooses.
+std::unique_ptr<Chooser> greedy_chooser();
+// llama.cpp's sampler chain (temperature, top-k, top-p, min-p, seed). Not owned: must outlive the chooser.
+std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain);
+// For benchmarks: the draft stands with probability p_accept, whatever the target says. The text is meaningless.
+std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed);
+
+// First index of the largest of n floats; NaN never wins. n >= 1.
+int32_t argmax(const float * values, int32_t n);
+
+// Walks the rows of the target's last decode, which was [last, drafts...]: appends to `out` the accepted drafts and
+// then the target's own next token. Stops at the first row whose choice is not the draft, or that ends the text
+// (unless `ignore_eog`). Returns how many drafts were accepted.
+int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
+               std::vector<llama_token> & out);
+
+}  // namespace sidecar

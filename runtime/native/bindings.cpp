@@ -1,0 +1,100 @@
+// nanobind, and nothing else: Python's view of the native loop. Imports alone; bind() comes later.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "session.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace sidecar;
+
+namespace {
+
+// The Python class that a LibraryError becomes; bind() replaces it by the package's own.
+PyObject * library_error = PyExc_RuntimeError;
+
+void translate(const std::exception_ptr & error, void *) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const LibraryError & e) {
+        PyErr_SetString(library_error, e.what());
+    }
+}
+
+llama_context * context_at(uintptr_t address) {
+    if (address == 0) throw std::invalid_argument("the context is null");
+    return reinterpret_cast<llama_context *>(address);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "The native draft loop of llama-sidecar: see session.h, drafter.h and target.h.";
+    nb::register_exception_translator(translate);
+
+    m.def(
+        "bind",
+        [](uintptr_t handle, nb::object error) {
+            library_error = error.inc_ref().ptr();
+            bind(reinterpret_cast<void *>(handle));
+        },
+        "handle"_a, "error"_a,
+        "Looks up llama.cpp's functions in the library with this dlopen handle; `error` is raised for library faults.");
+    m.def("drafter_kinds", &drafter_kinds);
+    m.def(
+        "argmax",
+        [](const std::vector<float> & values) {
+            if (values.empty()) throw std::invalid_argument("argmax of nothing");
+            return argmax(values.data(), int32_t(values.size()));
+        },
+        "values"_a);
+
+    nb::class_<Chooser>(m, "Chooser");
+    m.def("greedy_chooser", &greedy_chooser);
+    m.def(
+        "chain_chooser",
+        [](uintptr_t chain) { return chain_chooser(reinterpret_cast<llama_sampler *>(chain)); }, "chain"_a,
+        "Chooses by a llama_sampler chain, which must outlive the result.");
+    m.def("coin_chooser", &coin_chooser, "p_accept"_a, "seed"_a);
+
+    nb::class_<Round>(m, "Round")
+        .def_ro("tokens", &Round::tokens)
+        .def_ro("n_drafted", &Round::n_drafted)
+        .def_ro("n_accepted", &Round::n_accepted)
+        .def_ro("draft_s", &Round::draft_s)
+        .def_ro("verify_s", &Round::verify_s)
+        .def_ro("accept_s", &Round::accept_s);
+
+    const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<Session>(m, "Session")
+        .def(
+            "__init__",
+            [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
+               const std::vector<llama_token> & script, int32_t n_right) {
+                DrafterOptions options;
+                options.ctx = draft_ctx == 0 ? nullptr : context_at(draft_ctx);
+                options.script = script;
+                options.n_right = n_right;
+                new (self) Session(context_at(ctx), kind ? make_drafter(*kind, options) : nullptr);
+            },
+            "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
+            "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
+        .def("clear", &Session::clear, no_gil)
+        .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
+        .def("first", &Session::first, "chooser"_a, no_gil)
+        .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, no_gil)
+        .def("keep", &Session::keep, "n"_a)
+        .def(
+            "settle", [](Session & self) { self.target().settle(); }, no_gil)
+        .def_prop_ro("last", &Session::last)
+        .def_prop_ro("n_past", &Session::n_past)
+        .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })
+        .def_prop_ro("recurrent", [](Session & self) { return self.target().recurrent(); })
+        .def_prop_ro("n_restores", [](Session & self) { return self.target().n_restores(); })
+        .def_prop_ro("dirty", [](Session & self) { return self.target().dirty(); });
+}

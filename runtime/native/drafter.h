@@ -1,0 +1,58 @@
+// A drafter guesses the next tokens. This header is the manual.
+//
+// It can change what a round costs, never what it says: accept.cpp decides from the target alone.
+//
+// Order of calls, for one sequence:
+//   begin()                      an empty sequence, also after an earlier one
+//   observe(...) once or more    the target has decoded these tokens and they stand: the prompt, piece by piece, then
+//                                after each round its accepted rows; positions follow one another without a gap
+//   propose(last, n, out)        `last` is sampled but not decoded yet; its position is the number of observed tokens
+//   observe(...)                 now begins with `last`, then the accepted drafts
+// A drafter that fails throws LibraryError; the round is then lost and the session must begin anew.
+//
+// Adding one: one file in drafters/ with a Registered object; the stem is the kind's name in sidecars/kinds/.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llama_api.h"
+
+namespace sidecar {
+
+class Drafter {
+  public:
+    virtual ~Drafter() = default;
+
+    virtual void begin() = 0;
+
+    // n tokens that stand at positions pos .. pos+n-1, and the target's hidden rows (n, n_embd) there. `hidden` is
+    // null when needs_hidden_rows() is false. Both are only valid during the call.
+    virtual void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) = 0;
+
+    // Appends up to n guesses for the positions after `last` to `out`; fewer, or none, is fine.
+    virtual void propose(llama_token last, int32_t n, std::vector<llama_token> & out) = 0;
+
+    virtual bool needs_hidden_rows() const = 0;
+};
+
+struct DrafterOptions {
+    llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
+    std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
+    int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
+};
+
+using MakeDrafter = std::unique_ptr<Drafter> (*)(const DrafterOptions &);
+
+// A static object of this type in a drafter's file makes it known under its kind's name.
+struct Registered {
+    Registered(const char * kind, MakeDrafter make);
+};
+
+// Throws std::invalid_argument that lists the known kinds.
+std::unique_ptr<Drafter> make_drafter(const std::string & kind, const DrafterOptions & options);
+std::vector<std::string> drafter_kinds();
+
+}  // namespace sidecar

@@ -1,0 +1,145 @@
+// The MTP drafter: one chained head on a context of its own (ctx_type MTP).
+//
+// The cell at position p+1 encodes the pair (h_p, x_{p+1}): x is the token there, h the target's hidden row one position
+// before; cell 0 is (zeros, x_0). A draft step's own hidden row is the h of the next step.
+//
+// Cells are of two sorts. The first n_true_ were made from the target's hidden rows and stay. Those after them were made
+// from the head's own rows while drafting and are dropped before the next decode. Rows that the target has handed over
+// but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "../accept.h"
+#include "../drafter.h"
+
+namespace sidecar {
+
+namespace {
+
+class Mtp final : public Drafter {
+  public:
+    explicit Mtp(llama_context * ctx) : ctx_(ctx) {
+        if (ctx == nullptr) throw std::invalid_argument("the mtp drafter needs a draft context");
+        const llama_model * model = api().get_model(ctx);
+        n_embd_ = size_t(api().model_n_embd_out(model));
+        n_vocab_ = api().vocab_n_tokens(api().model_get_vocab(model));
+        n_batch_ = int32_t(api().n_batch(ctx));
+        api().set_embeddings_nextn(ctx, true, true);
+        batch_ = api().batch_init(ctx);
+        if (batch_ == nullptr) throw LibraryError("llama.cpp could not make a batch for the drafter");
+    }
+
+    ~Mtp() override { api().batch_free(batch_); }
+
+    void begin() override {
+        api().memory_clear(api().get_memory(ctx_), true);
+        n_true_ = n_cells_ = 0;
+        tokens_.clear();
+        rows_.clear();
+        carry_.assign(n_embd_, 0.0f);
+    }
+
+    void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
+        for (int32_t i = 0; i < n; ++i) {
+            const int32_t n_known = n_true_ + int32_t(tokens_.size());
+            if (pos + i > n_known) throw std::logic_error("the mtp drafter was not shown every position");
+            if (pos + i == n_known) {
+                push(tokens[i]);
+                if (int32_t(tokens_.size()) == n_batch_) decode(false);
+            }
+            std::memcpy(carry_.data(), hidden + size_t(i) * n_embd_, n_embd_ * sizeof(float));
+        }
+    }
+
+    void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
+        push(last);
+        int32_t row = decode(true);
+        for (int32_t i = 0; i < n; ++i) {
+            const llama_token drafted = read_draft(row);
+            out.push_back(drafted);
+            if (i + 1 < n) row = decode_draft(drafted, row);
+        }
+    }
+
+    bool needs_hidden_rows() const override { return true; }
+
+  private:
+    // Queues the cell (carry, token).
+    void push(llama_token token) {
+        tokens_.push_back(token);
+        rows_.insert(rows_.end(), carry_.begin(), carry_.end());
+    }
+
+    // Decodes the queued cells; with `wants_output` the last one has logits and a hidden row. Returns its row's index.
+    int32_t decode(bool wants_output) {
+        if (n_cells_ > n_true_) {
+            if (!api().memory_seq_rm(api().get_memory(ctx_), 0, n_true_, -1)) {
+                throw LibraryError("llama.cpp refused to remove drafted cells");
+            }
+            n_cells_ = n_true_;
+        }
+        const int32_t n = int32_t(tokens_.size());
+        api().batch_clear(batch_);
+        for (int32_t i = 0; i < n; ++i) {
+            add(tokens_[i], rows_.data() + size_t(i) * n_embd_, n_cells_ + i, wants_output && i == n - 1);
+        }
+        process(n);
+        n_true_ = n_cells_;
+        tokens_.clear();
+        rows_.clear();
+        return n - 1;
+    }
+
+    // Decodes one drafted token with the head's own hidden row of `row`.
+    int32_t decode_draft(llama_token token, int32_t row) {
+        const float * hidden = api().get_embeddings_nextn_ith(ctx_, row);
+        if (hidden == nullptr) throw LibraryError("llama.cpp has no hidden row for the draft step");
+        api().batch_clear(batch_);
+        add(token, hidden, n_cells_, true);
+        process(1);
+        return 0;
+    }
+
+    void add(llama_token token, const float * hidden, llama_pos pos, bool wants_output) {
+        const int32_t entry = api().batch_add_token(batch_, 0, token);
+        if (entry < 0 || !api().batch_set_embd_token(batch_, entry, {hidden, 1, n_embd_})) {
+            throw LibraryError("llama.cpp refused token " + std::to_string(token) + " for the drafter");
+        }
+        api().batch_set_pos(batch_, entry, &pos);
+        api().batch_set_output_logits(batch_, entry, wants_output);
+    }
+
+    void process(int32_t n) {
+        const int32_t code = api().process(ctx_, PROCESS_DECODE, batch_);
+        if (code != 0) {
+            throw LibraryError("llama.cpp failed to decode " + std::to_string(n) + " draft rows at position " +
+                               std::to_string(n_cells_) + " (code " + std::to_string(code) + ")");
+        }
+        n_cells_ += n;
+    }
+
+    llama_token read_draft(int32_t row) const {
+        const float * logits = api().get_logits_ith(ctx_, row);
+        if (logits == nullptr) throw LibraryError("llama.cpp has no logits for the draft step");
+        return argmax(logits, n_vocab_);
+    }
+
+    llama_context * ctx_;
+    llama_batch_ext * batch_;
+    size_t n_embd_;
+    int32_t n_vocab_, n_batch_;
+
+    int32_t n_true_ = 0, n_cells_ = 0;
+    std::vector<llama_token> tokens_;  // queued cells
+    std::vector<float> rows_;          // (tokens_.size(), n_embd)
+    std::vector<float> carry_;         // (n_embd,): the hidden row before the next cell
+};
+
+const Registered registered("mtp", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
+    return std::make_unique<Mtp>(options.ctx);
+});
+
+}  // namespace
+
+}  // namespace sidecar

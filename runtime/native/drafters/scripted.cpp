@@ -1,0 +1,46 @@
+// A drafter for tests: it knows the text that the target will write and is right for the first n_right guesses of every
+// draft, wrong after them. n_right 0 is the liar, a large n_right the oracle.
+#include <stdexcept>
+
+#include "../drafter.h"
+
+namespace sidecar {
+
+namespace {
+
+class Scripted final : public Drafter {
+  public:
+    Scripted(std::vector<llama_token> script, int32_t n_right) : script_(std::move(script)), n_right_(n_right) {
+        if (script_.empty()) throw std::invalid_argument("the scripted drafter needs a script");
+    }
+
+    void begin() override { n_observed_ = 0; }
+
+    void observe(int32_t pos, const llama_token *, const float *, int32_t n) override { n_observed_ = pos + n; }
+
+    void propose(llama_token, int32_t n, std::vector<llama_token> & out) override {
+        for (int32_t i = 0; i < n; ++i) {
+            const size_t pos = size_t(n_observed_) + 1 + size_t(i);
+            if (pos >= script_.size()) return;
+            const llama_token right = script_[pos];
+            const llama_token wrong = right == 0 ? 1 : right - 1;
+            out.push_back(i < n_right_ ? right : wrong);
+        }
+    }
+
+    // It asks for them all the same, so that its rounds cost the target what a real drafter's do.
+    bool needs_hidden_rows() const override { return true; }
+
+  private:
+    std::vector<llama_token> script_;
+    int32_t n_right_;
+    int32_t n_observed_ = 0;
+};
+
+const Registered registered("scripted", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
+    return std::make_unique<Scripted>(options.script, options.n_right);
+});
+
+}  // namespace
+
+}  // namespace sidecar

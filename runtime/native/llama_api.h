@@ -1,0 +1,97 @@
+// The only file, with its .cpp, that knows llama.cpp's symbols.
+//
+// Nothing here includes llama.cpp's headers and nothing links its library: the functions are looked up in the library
+// that Python has already loaded (llama_cpp._lib), so one build of this module serves every build of that library
+// (CPU, CUDA, Metal, Vulkan). The declarations follow include/llama.h and src/llama-ext.h of llama.cpp 0c1e57098,
+// which llama-cpp-python 0.3.36 carries.
+//
+// Order of calls: bind() once, from Python, before anything else; api() from then on. It is never undone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+// llama.cpp's own types: opaque, or one line of the public header.
+struct llama_model;
+struct llama_vocab;
+struct llama_context;
+struct llama_sampler;
+struct llama_batch_ext;
+struct llama_memory_i;
+using llama_memory_t = llama_memory_i *;
+using llama_pos = int32_t;
+using llama_token = int32_t;
+using llama_seq_id = int32_t;
+
+// Rows of floats, passed by value; the callee copies `data` (n_rows, n_embd).
+struct llama_embd {
+    const float * data;
+    size_t n_rows;
+    size_t n_embd;
+};
+
+namespace sidecar {
+
+// Anything wrong with the library: a symbol it lacks, a call it refused. Becomes LibraryError in Python.
+struct LibraryError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+constexpr int32_t PROCESS_DECODE = 1;
+// The part of a sequence's state that cannot be trimmed (recurrent state), from llama_state_seq_flags.
+constexpr uint32_t STATE_PARTIAL_ONLY = 1;
+
+struct LlamaApi {
+    // batches; every add returns the entry's index, or a negative error code
+    llama_batch_ext * (*batch_init)(llama_context *);
+    void (*batch_free)(llama_batch_ext *);
+    void (*batch_clear)(llama_batch_ext *);
+    int32_t (*batch_add_token)(llama_batch_ext *, llama_seq_id, llama_token);
+    bool (*batch_set_embd_token)(llama_batch_ext *, int32_t index, llama_embd);
+    bool (*batch_set_output_logits)(llama_batch_ext *, int32_t index, bool);
+    bool (*batch_set_pos)(llama_batch_ext *, int32_t index, const llama_pos *);
+    int32_t (*process)(llama_context *, int32_t type, llama_batch_ext *);
+
+    // outputs of the last decode; they wait for the backend to finish
+    float * (*get_logits_ith)(llama_context *, int32_t index);
+    void (*set_embeddings_nextn)(llama_context *, bool value, bool masked);
+    float * (*get_embeddings_nextn)(llama_context *);
+    float * (*get_embeddings_nextn_ith)(llama_context *, int32_t index);
+    void (*synchronize)(llama_context *);
+
+    // memory and state of sequence 0
+    llama_memory_t (*get_memory)(const llama_context *);
+    void (*memory_clear)(llama_memory_t, bool data);
+    bool (*memory_seq_rm)(llama_memory_t, llama_seq_id, llama_pos from, llama_pos to);
+    llama_pos (*memory_seq_pos_max)(llama_memory_t, llama_seq_id);
+    size_t (*state_seq_get_size)(llama_context *, llama_seq_id, uint32_t flags);
+    size_t (*state_seq_get_data)(llama_context *, uint8_t *, size_t, llama_seq_id, uint32_t flags);
+    size_t (*state_seq_set_data)(llama_context *, const uint8_t *, size_t, llama_seq_id, uint32_t flags);
+
+    // sizes
+    uint32_t (*n_ctx)(const llama_context *);
+    uint32_t (*n_batch)(const llama_context *);
+    uint32_t (*n_rs_seq)(const llama_context *);
+    const llama_model * (*get_model)(const llama_context *);
+    int32_t (*model_n_embd_out)(const llama_model *);
+    bool (*model_is_recurrent)(const llama_model *);
+    bool (*model_is_hybrid)(const llama_model *);
+    const llama_vocab * (*model_get_vocab)(const llama_model *);
+    int32_t (*vocab_n_tokens)(const llama_vocab *);
+    bool (*vocab_is_eog)(const llama_vocab *, llama_token);
+
+    // samplers; sample() also accepts the token into the chain's own state
+    llama_token (*sampler_sample)(llama_sampler *, llama_context *, int32_t index);
+    void (*sampler_reset)(llama_sampler *);
+};
+
+// Looks every function up in the loaded library `handle` (what dlopen returned). Throws LibraryError that names all
+// missing symbols; a failed bind leaves an earlier one in place.
+void bind(void * handle);
+
+// The bound library. Throws LibraryError when bind() has not succeeded yet.
+const LlamaApi & api();
+
+}  // namespace sidecar

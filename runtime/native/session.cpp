@@ -1,0 +1,92 @@
+#include "session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace sidecar {
+
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point & mark) {
+    const auto now = std::chrono::steady_clock::now();
+    const double elapsed = std::chrono::duration<double>(now - mark).count();
+    mark = now;
+    return elapsed;
+}
+
+}  // namespace
+
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
+    : target_(ctx, drafter && drafter->needs_hidden_rows()), drafter_(std::move(drafter)) {
+    clear();
+}
+
+void Session::clear() {
+    target_.clear();
+    block_.clear();
+    last_ = -1;
+    if (drafter_) drafter_->begin();
+}
+
+void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
+    observe_block();
+    block_pos_ = target_.n_past();
+    target_.decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
+    block_ = tokens;
+}
+
+llama_token Session::first(Chooser & chooser) {
+    last_ = chooser.choose(target_, int32_t(block_.size()) - 1, -1);
+    return last_;
+}
+
+Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
+    Round round;
+    auto mark = std::chrono::steady_clock::now();
+
+    std::vector<llama_token> drafts;
+    if (drafter_) {
+        observe_block();
+        const int32_t n_room = std::min(target_.n_ctx() - target_.n_past(), target_.n_batch()) - 1;
+        if (std::min(depth, n_room) > 0) {
+            drafter_->propose(last_, std::min(depth, n_room), drafts);
+        }
+    }
+    round.draft_s = seconds_since(mark);
+
+    block_pos_ = target_.n_past();
+    block_.assign(1, last_);
+    block_.insert(block_.end(), drafts.begin(), drafts.end());
+    target_.decode(block_.data(), int32_t(block_.size()), Outputs::all, true);
+    target_.logits(0);  // waits for the backend, so that its time is counted here
+    round.verify_s = seconds_since(mark);
+
+    round.n_drafted = int32_t(drafts.size());
+    round.n_accepted = accept(target_, drafts, chooser, ignore_eog, round.tokens);
+    block_.resize(1);
+    block_.insert(block_.end(), round.tokens.begin(), round.tokens.end());
+    keep(int32_t(round.tokens.size()));
+    round.accept_s = seconds_since(mark);
+    return round;
+}
+
+void Session::keep(int32_t n) {
+    // block_ is the last token of the round before, then what this round emitted: the final one is not decoded yet.
+    if (n < 1 || n >= int32_t(block_.size())) {
+        throw std::logic_error("keep(" + std::to_string(n) + ") of " + std::to_string(block_.size()) + " tokens");
+    }
+    target_.rewind(block_pos_ + n);
+    last_ = block_[n];
+    block_.resize(n + 1);
+}
+
+void Session::observe_block() {
+    if (drafter_ && !block_.empty()) {
+        drafter_->observe(block_pos_, block_.data(), drafter_->needs_hidden_rows() ? target_.hidden_rows() : nullptr,
+                          target_.n_past() - block_pos_);
+    }
+    block_.clear();
+}
+
+}  // namespace sidecar

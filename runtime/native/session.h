@@ -1,0 +1,64 @@
+// The round: draft, verify, accept, for one sequence. No Python runs in here, and the caller holds no GIL.
+//
+// Order of calls:
+//   clear()            an empty sequence
+//   feed(...)          the prompt, in pieces of at most target().n_batch() tokens; the last piece asks for logits
+//   first(chooser)     the first token, from the last piece's logits
+//   step(...)          a round at a time; each returns 1 .. depth+1 tokens
+//   keep(n)            optional, before the next step or feed: only the first n tokens of the last step were used
+// After any number of steps feed() may follow again: its first token must be the last one emitted (`last()`), which
+// the target has not decoded yet. After an exception only clear() may follow.
+//
+// The design's source is ARCHITECTURE.md, "The round": one head decode over the rows accepted in the previous round
+// plus `last`, then a decode per further depth; the target's rewind is deferred to its next decode.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "accept.h"
+#include "drafter.h"
+#include "target.h"
+
+namespace sidecar {
+
+struct Round {
+    std::vector<llama_token> tokens;  // emitted: the accepted drafts, then the target's own
+    int32_t n_drafted = 0;
+    int32_t n_accepted = 0;
+    double draft_s = 0.0;   // the drafter, catch-up included
+    double verify_s = 0.0;  // the target's decode, rewind included
+    double accept_s = 0.0;  // choosing tokens
+};
+
+class Session {
+  public:
+    // `ctx` is not owned. Without a drafter every step decodes one row.
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter);
+
+    void clear();
+    void feed(const std::vector<llama_token> & tokens, bool wants_logits);
+    llama_token first(Chooser & chooser);
+
+    // One round with at most `depth` drafts; fewer where the context's end or its batch is near. Needs n_past() < n_ctx.
+    Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
+    void keep(int32_t n);
+
+    llama_token last() const { return last_; }
+    int32_t n_past() const { return target_.n_past(); }
+    Target & target() { return target_; }
+
+  private:
+    void observe_block();
+
+    Target target_;
+    std::unique_ptr<Drafter> drafter_;
+    llama_token last_ = -1;
+
+    // The last decode as far as the drafter has not seen it: its rows lie in the target's buffers until the next one.
+    std::vector<llama_token> block_;
+    int32_t block_pos_ = 0;
+};
+
+}  // namespace sidecar

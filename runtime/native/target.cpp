@@ -1,0 +1,149 @@
+#include "target.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace sidecar {
+
+Target::Target(llama_context * ctx, bool hidden_rows) : ctx_(ctx), hidden_rows_(hidden_rows) {
+    const LlamaApi & llama = api();
+    const llama_model * model = llama.get_model(ctx);
+    recurrent_ = llama.model_is_recurrent(model) || llama.model_is_hybrid(model);
+    n_ctx_ = int32_t(llama.n_ctx(ctx));
+    n_batch_ = int32_t(llama.n_batch(ctx));
+    n_embd_ = llama.model_n_embd_out(model);
+    n_vocab_ = llama.vocab_n_tokens(llama.model_get_vocab(model));
+    n_slots_ = int32_t(llama.n_rs_seq(ctx));
+    if (hidden_rows) {
+        llama.set_embeddings_nextn(ctx, true, false);
+    }
+    batch_ = llama.batch_init(ctx);
+    if (batch_ == nullptr) {
+        throw LibraryError("llama.cpp could not make a batch for the target");
+    }
+}
+
+Target::~Target() { api().batch_free(batch_); }
+
+void Target::decode(const llama_token * tokens, int32_t n, Outputs outputs, bool may_rewind) {
+    if (n < 1 || n > n_batch_ || n_past_ + n > n_ctx_) {
+        throw std::logic_error("decode of " + std::to_string(n) + " rows at position " + std::to_string(n_past_) +
+                               " does not fit n_batch " + std::to_string(n_batch_) + ", n_ctx " + std::to_string(n_ctx_));
+    }
+    if (dirty_) {
+        throw LibraryError("the target's state is unknown after a failed decode: clear it first");
+    }
+    settle();
+    checkpoint_.clear();
+    since_.clear();
+    if (may_rewind && recurrent_ && n - 1 > n_slots_) {
+        save_checkpoint();
+        since_.assign(tokens, tokens + n);
+    }
+    run(tokens, n, outputs);
+    n_past_ = n_cells_;
+}
+
+void Target::rewind(int32_t n_standing) {
+    const int32_t n_removed = n_cells_ - n_standing;
+    const bool by_slots = !recurrent_ || (n_removed <= n_slots_ && n_removed < n_last_rows_);
+    const bool by_checkpoint = !checkpoint_.empty() && n_standing >= checkpoint_past_;
+    if (n_standing < 0 || n_standing > n_past_ || (n_removed > 0 && !by_slots && !by_checkpoint)) {
+        throw std::logic_error("cannot rewind from " + std::to_string(n_cells_) + " to " + std::to_string(n_standing) +
+                               " positions: the last decode had " + std::to_string(n_last_rows_) + " rows, " +
+                               std::to_string(n_slots_) + " rollback slots");
+    }
+    n_past_ = n_standing;
+}
+
+void Target::settle() {
+    const int32_t n_removed = n_cells_ - n_past_;
+    if (n_removed == 0) {
+        return;
+    }
+    if (recurrent_ && (n_removed > n_slots_ || n_removed >= n_last_rows_)) {
+        restore_checkpoint();
+        return;
+    }
+    if (!api().memory_seq_rm(api().get_memory(ctx_), 0, n_past_, -1)) {
+        dirty_ = true;
+        throw LibraryError("llama.cpp refused to remove " + std::to_string(n_removed) + " rejected positions");
+    }
+    n_cells_ = n_past_;
+    n_last_rows_ = 0;  // a second removal before the next decode would fail
+}
+
+void Target::clear() {
+    api().memory_clear(api().get_memory(ctx_), true);
+    n_past_ = n_cells_ = n_last_rows_ = 0;
+    checkpoint_.clear();
+    since_.clear();
+    dirty_ = false;
+}
+
+const float * Target::logits(int32_t i) const {
+    const float * row = api().get_logits_ith(ctx_, i);
+    if (row == nullptr) {
+        throw LibraryError("llama.cpp has no logits for row " + std::to_string(i));
+    }
+    return row;
+}
+
+const float * Target::hidden_rows() const {
+    const float * rows = hidden_rows_ ? api().get_embeddings_nextn(ctx_) : nullptr;
+    if (rows == nullptr) {
+        throw LibraryError("llama.cpp has no hidden rows for the last decode");
+    }
+    return rows;
+}
+
+void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {
+    const LlamaApi & llama = api();
+    llama.batch_clear(batch_);
+    for (int32_t i = 0; i < n; ++i) {
+        const llama_pos pos = n_cells_ + i;
+        const int32_t entry = llama.batch_add_token(batch_, 0, tokens[i]);
+        if (entry != i) {
+            throw LibraryError("llama.cpp refused token " + std::to_string(tokens[i]) + " (code " +
+                               std::to_string(entry) + ")");
+        }
+        llama.batch_set_pos(batch_, entry, &pos);
+        llama.batch_set_output_logits(batch_, entry,
+                                      outputs == Outputs::all || (outputs == Outputs::last && i == n - 1));
+    }
+    const int32_t code = llama.process(ctx_, PROCESS_DECODE, batch_);
+    if (code != 0) {
+        dirty_ = true;
+        throw LibraryError("llama.cpp failed to decode " + std::to_string(n) + " rows at position " +
+                           std::to_string(n_cells_) + " (code " + std::to_string(code) + ")");
+    }
+    n_cells_ += n;
+    n_last_rows_ = n;
+}
+
+void Target::save_checkpoint() {
+    const size_t size = api().state_seq_get_size(ctx_, 0, STATE_PARTIAL_ONLY);
+    checkpoint_.resize(size);
+    if (api().state_seq_get_data(ctx_, checkpoint_.data(), size, 0, STATE_PARTIAL_ONLY) != size) {
+        throw LibraryError("llama.cpp could not save the recurrent state (" + std::to_string(size) + " bytes)");
+    }
+    checkpoint_past_ = n_cells_;
+}
+
+void Target::restore_checkpoint() {
+    const int32_t n_again = n_past_ - checkpoint_past_;
+    dirty_ = true;  // until all of it has worked
+    if (api().state_seq_set_data(ctx_, checkpoint_.data(), checkpoint_.size(), 0, STATE_PARTIAL_ONLY) == 0 ||
+        !api().memory_seq_rm(api().get_memory(ctx_), 0, checkpoint_past_, -1)) {
+        throw LibraryError("llama.cpp could not restore the recurrent state at position " +
+                           std::to_string(checkpoint_past_));
+    }
+    n_cells_ = checkpoint_past_;
+    if (n_again > 0) {
+        run(since_.data(), n_again, Outputs::none);
+    }
+    n_restores_ += 1;
+    dirty_ = false;
+}
+
+}  // namespace sidecar

@@ -1,0 +1,87 @@
+// The target: the main model's context, decoded so that any tail of the last verification can be taken back.
+//
+// It holds one sequence. Positions 0 .. n_past()-1 are the tokens that stand. What was decoded beyond them (rejected
+// drafts) stays in the context until just before the next decode: the rewind is deferred, so that a stop string may
+// still shorten the last block, and so that llama.cpp sees exactly one removal per decode (a second one on a recurrent
+// state fails, facts about llama_memory_seq_rm).
+//
+// How a tail is removed is decided in here, by what the model's memory can do:
+//   - attention only: the KV cells are dropped;
+//   - recurrent or hybrid, no more rows than rollback slots and than the last decode had less one: a rollback slot;
+//   - otherwise: the recurrent state kept by the checkpoint that decode() made, and the standing rows decoded again.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "llama_api.h"
+
+namespace sidecar {
+
+// Which rows of a decode have logits.
+enum class Outputs { none, last, all };
+
+class Target {
+  public:
+    // Takes no ownership: `ctx` must outlive the target. With `hidden_rows` the context hands out the hidden row of
+    // every decoded token; it is fixed for the context's life, since changing it rebuilds llama.cpp's buffers.
+    Target(llama_context * ctx, bool hidden_rows);
+    ~Target();
+    Target(const Target &) = delete;
+    Target & operator=(const Target &) = delete;
+
+    // Decodes n tokens at positions n_past() .. n_past()+n-1, after the deferred rewind. All of them then stand.
+    // `may_rewind` says that a tail of this block may be taken back; a checkpoint is made when slots do not cover it.
+    // Needs n >= 1, n <= n_batch, n_past()+n <= n_ctx. Throws LibraryError when llama.cpp refuses; a recurrent state
+    // is then unknown, dirty() is true, and only clear() helps.
+    void decode(const llama_token * tokens, int32_t n, Outputs outputs, bool may_rewind = false);
+
+    // From now on only the first n_standing positions stand. It may be called again, with fewer, before the next decode.
+    // Throws std::logic_error when that is more than the last decode plus its checkpoint can take back.
+    void rewind(int32_t n_standing);
+
+    // Applies the deferred rewind now, so that the context holds the standing positions and no more.
+    void settle();
+
+    // Forgets everything; also mends a dirty target.
+    void clear();
+
+    // Logits (n_vocab,) of row i of the last decode. Owned by the context, valid until the next decode.
+    const float * logits(int32_t i) const;
+    // Hidden rows (n, n_embd) of the last decode, in its order. Owned by the context, valid until the next decode.
+    const float * hidden_rows() const;
+
+    llama_context * context() const { return ctx_; }
+    int32_t n_past() const { return n_past_; }
+    bool dirty() const { return dirty_; }
+    int32_t n_ctx() const { return n_ctx_; }
+    int32_t n_batch() const { return n_batch_; }
+    int32_t n_embd() const { return n_embd_; }
+    int32_t n_vocab() const { return n_vocab_; }
+    int32_t n_slots() const { return n_slots_; }
+    bool recurrent() const { return recurrent_; }
+    int64_t n_restores() const { return n_restores_; }
+
+  private:
+    void run(const llama_token * tokens, int32_t n, Outputs outputs);
+    void save_checkpoint();
+    void restore_checkpoint();
+
+    llama_context * ctx_;
+    llama_batch_ext * batch_;
+    bool hidden_rows_;
+    bool recurrent_;
+    int32_t n_ctx_, n_batch_, n_embd_, n_vocab_, n_slots_;
+
+    int32_t n_past_ = 0;       // positions that stand
+    int32_t n_cells_ = 0;      // positions the context holds, >= n_past_
+    int32_t n_last_rows_ = 0;  // rows of the last decode: what rollback slots can speak about
+    bool dirty_ = false;
+
+    std::vector<uint8_t> checkpoint_;        // recurrent state before the last decode; empty: none
+    std::vector<llama_token> since_;         // tokens decoded since that checkpoint
+    int32_t checkpoint_past_ = 0;            // positions it covers
+    int64_t n_restores_ = 0;                 // how often a checkpoint was needed
+};
+
+}  // namespace sidecar

@@ -1,0 +1,55 @@
+"""Entry point of `llama-sidecar`: finds the commands by scanning this folder, and turns our errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import click
+
+from llama_sidecar.sidecars.errors import LlamaSidecarError
+
+from . import __version__
+
+
+class Commands(click.Group):
+    """The commands, imported only when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        folder = str(Path(__file__).parent)
+        return sorted(m.name for m in pkgutil.iter_modules([folder]) if not m.ispkg and not m.name.startswith("_"))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = importlib.import_module(f"{__package__}.{cmd_name}").command
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llama-sidecar")
+def cli() -> None:
+    """Convert models with a draft head, run them losslessly and faster, and measure what it gains."""
+
+
+def main() -> None:
+    """Runs the command line; our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
+    try:
+        cli.main(prog_name="llama-sidecar", standalone_mode=False)
+    except click.exceptions.Abort:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except LlamaSidecarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
