@@ -1,0 +1,40 @@
+"""Names that are published in files and can therefore never change: GGUF keys and tensor names.
+
+`{arch}` stands for the value of `general.architecture`, `{i}` for a block's index. Keys that start with `sidecar.` are
+ours; llama.cpp ignores keys it does not know. This module knows no values.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "general.architecture"
+NAME = "general.name"
+ALIGNMENT = "general.alignment"
+
+BLOCK_COUNT = "{arch}.block_count"
+EMBEDDING_LENGTH = "{arch}.embedding_length"
+EMBEDDING_LENGTH_OUT = "{arch}.embedding_length_out"
+NEXTN_PREDICT_LAYERS = "{arch}.nextn_predict_layers"
+TARGET_LAYERS = "{arch}.target_layers"
+TARGET_HIDDEN_SIZE = "{arch}.target_hidden_size"
+BLOCK_SIZE = "{arch}.block_size"
+
+TOKENIZER_MODEL = "tokenizer.ggml.model"
+TOKENS = "tokenizer.ggml.tokens"
+MASK_TOKEN_ID = "tokenizer.ggml.mask_token_id"
+
+SPLIT_NO = "split.no"
+SPLIT_COUNT = "split.count"
+SPLIT_TENSORS_COUNT = "split.tensors.count"
+
+FORMAT = "sidecar.format"
+FORMAT_VERSION = 1
+FINGERPRINT_TRUNK = "sidecar.fingerprint.trunk"
+FINGERPRINT_ROWS = "sidecar.fingerprint.rows"
+
+TOKEN_EMBD = "token_embd.weight"
+OUTPUT = "output.weight"
+OUTPUT_NORM = "output_norm.weight"
+FIRST_ATTN_NORM = "blk.0.attn_norm.weight"
+NEXTN_EH_PROJ = "blk.{i}.nextn.eh_proj.weight"
+NEXTN_ENORM = "blk.{i}.nextn.enorm.weight"
+NEXTN_HNORM = "blk.{i}.nextn.hnorm.weight"

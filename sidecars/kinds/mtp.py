@@ -1,0 +1,76 @@
+"""Multi-token prediction: the checkpoint's own MTP block(s), as upstream's converter writes them with `--mtp`.
+
+The main model's architecture and keys, and only the blocks from N on, with the embeddings they need. Gemma 4's
+assistant is the same to a runtime and has an architecture of its own: it takes the main model's hidden row (B wide)
+through a projection. Facts from llama.cpp's src/models and common/speculative.cpp.
+"""
+
+from __future__ import annotations
+
+from llama_sidecar.sidecars import errors, keys
+from llama_sidecar.sidecars.gguf_header import GGUFHeader
+from llama_sidecar.sidecars.kind import Kind, Shape, Target, check_tensors, n_blocks
+
+ASSISTANTS = {"gemma4-assistant": "gemma4"}  # architecture of the drafter -> of its main model
+
+
+def has_head(header: GGUFHeader) -> bool:
+    last = header.uint(keys.BLOCK_COUNT, default=0) - 1
+    return keys.NEXTN_EH_PROJ.format(i=last) in header.tensors
+
+
+def is_sidecar(header: GGUFHeader) -> bool:
+    return header.arch in ASSISTANTS or (keys.FIRST_ATTN_NORM not in header.tensors and has_head(header))
+
+
+def is_embedded(header: GGUFHeader) -> bool:
+    return keys.FIRST_ATTN_NORM in header.tensors and has_head(header)
+
+
+def n_heads(header: GGUFHeader) -> int:
+    """Return `{arch}.nextn_predict_layers`: the last blocks, which are the MTP blocks."""
+    n, total = header.uint(keys.NEXTN_PREDICT_LAYERS), n_blocks(header)
+    if not 1 <= n <= total:
+        name = header.key(keys.NEXTN_PREDICT_LAYERS)
+        raise errors.WrongKey(f"{header.path}: {name} is {n}; 1 to {total} (all blocks) is expected")
+    return n
+
+
+def check(header: GGUFHeader) -> None:
+    width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
+    last = n_blocks(header)
+    required: dict[str, Shape | None] = {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT_NORM: (width,)}
+    optional: dict[str, Shape] = {keys.OUTPUT: (width, n_vocab)}
+    if header.arch in ASSISTANTS:
+        target_width = header.uint(keys.EMBEDDING_LENGTH_OUT)
+        required["nextn.pre_projection.weight"] = (2 * target_width, width)
+        required["nextn.post_projection.weight"] = (width, target_width)
+    else:
+        for i in range(last - n_heads(header), last):
+            required[keys.NEXTN_EH_PROJ.format(i=i)] = (2 * width, width)
+            required[keys.NEXTN_ENORM.format(i=i)] = (width,)
+            required[keys.NEXTN_HNORM.format(i=i)] = (width,)
+            optional[f"blk.{i}.nextn.shared_head_norm.weight"] = (width,)
+            optional[f"blk.{i}.nextn.shared_head_head.weight"] = (width, n_vocab)
+            optional[f"blk.{i}.nextn.embed_tokens.weight"] = (width, n_vocab)
+    check_tensors(header, required, optional)
+
+
+def target(header: GGUFHeader) -> Target:
+    if header.arch in ASSISTANTS:
+        return Target(arch=ASSISTANTS[header.arch], width=header.uint(keys.EMBEDDING_LENGTH_OUT))
+    width, n_layers = header.uint(keys.EMBEDDING_LENGTH), n_blocks(header) - n_heads(header)
+    return Target(arch=header.arch, width=width, n_layers=n_layers)
+
+
+KIND = Kind(
+    name="mtp",
+    title="MTP",
+    rank=1,
+    prefix="mtp-",
+    llama_name="draft-mtp",
+    is_sidecar=is_sidecar,
+    is_embedded=is_embedded,
+    check=check,
+    target=target,
+)

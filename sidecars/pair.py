@@ -1,0 +1,83 @@
+"""Does this sidecar belong to this main model? Compares what the two files say; opens and searches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llama_sidecar.sidecars.errors import PairMismatch
+from llama_sidecar.sidecars.sidecar import MainFile, Sidecar
+
+VERIFIED = "verified"
+SAME_TRUNK = "same trunk, unverified"
+UNVERIFIED = "unverified"
+STATUSES = (VERIFIED, SAME_TRUNK, UNVERIFIED)  # the surest first
+
+
+@dataclass(frozen=True)
+class Match:
+    """How sure it is that two files belong together: `status` is one of STATUSES, `detail` one line on why."""
+
+    status: str
+    detail: str
+
+
+def check_pair(main: MainFile, sidecar: Sidecar) -> Match:
+    """Check that a sidecar drafts for this main model: architecture, width, layers, vocabulary and fingerprints.
+
+    Raises PairMismatch, which names both values (of a vocabulary: the first token that differs, and both texts).
+
+    >>> check_pair(open_main("NAME-Q4_K_M.gguf"), open_sidecar("mtp-NAME-Q8_0.gguf")).status  # doctest: +SKIP
+    'verified'
+    """
+    _check_target(main, sidecar)
+    _check_vocabulary(main, sidecar)
+    if sidecar.trunk is None or main.trunk is None:
+        which = "sidecar" if sidecar.trunk is None else "main model"
+        match = Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")
+    elif sidecar.trunk != main.trunk:
+        raise _mismatch(
+            main, sidecar, "trunk's fingerprint", f"{main.trunk[:12]}...", f"{sidecar.trunk[:12]}..."
+        )
+    else:
+        match = Match(
+            SAME_TRUNK, "tokens and norms of the trunk are the same; its matrices could not be compared"
+        )
+    if sidecar.rows is None or main.rows is None:
+        return match
+    if sidecar.rows != main.rows:
+        raise _mismatch(
+            main, sidecar, "fingerprint of source rows", f"{main.rows[:12]}...", f"{sidecar.rows[:12]}..."
+        )
+    return Match(VERIFIED, "both come from the same checkpoint") if match.status == SAME_TRUNK else match
+
+
+def _mismatch(main: MainFile, sidecar: Sidecar, what: str, ours: object, theirs: object) -> PairMismatch:
+    return PairMismatch(
+        f"{sidecar.path} does not belong to {main.path}: the {what} is {theirs}, the main model's is {ours}; "
+        f"use the sidecar that was converted from the same checkpoint"
+    )
+
+
+def _check_target(main: MainFile, sidecar: Sidecar) -> None:
+    target = sidecar.target
+    if target.arch is not None and target.arch != main.arch:
+        raise _mismatch(main, sidecar, "architecture", main.arch, target.arch)
+    if target.width is not None and target.width != main.width:
+        raise _mismatch(main, sidecar, "width (embedding_length)", main.width, target.width)
+    if target.n_layers is not None and target.n_layers != main.n_layers:
+        raise _mismatch(main, sidecar, "number of trunk layers", main.n_layers, target.n_layers)
+    if target.deepest_layer is not None and target.deepest_layer > main.n_layers:
+        raise _mismatch(main, sidecar, "deepest layer", main.n_layers, target.deepest_layer)
+
+
+def _check_vocabulary(main: MainFile, sidecar: Sidecar) -> None:
+    """Equal texts for every id of the main model; a sidecar may be padded beyond them."""
+    if main.tokens == sidecar.tokens:
+        return
+    for i, (ours, theirs) in enumerate(zip(main.tokens.iter_raw(), sidecar.tokens.iter_raw(), strict=False)):
+        if ours != theirs:
+            raise _mismatch(
+                main, sidecar, f"text of token {i}", repr(main.tokens[i]), repr(sidecar.tokens[i])
+            )
+    if len(sidecar.tokens) < len(main.tokens):
+        raise _mismatch(main, sidecar, "vocabulary's size", len(main.tokens), len(sidecar.tokens))
