@@ -1,0 +1,17 @@
+"""From a Hugging Face checkpoint to a main GGUF and its sidecar GGUF.
+
+Nothing here imports the runtime, and torch is imported only when a `.bin` shard is read.
+
+    >>> from llama_sidecar.converter import convert
+    >>> result = convert("Qwen3.5-0.8B", "models")            # doctest: +SKIP
+    >>> result.main                                            # doctest: +SKIP
+    PosixPath('models/Qwen3.5-0.8B-Q8_0.gguf')
+"""
+
+from __future__ import annotations
+
+from llama_sidecar.converter.convert import ConvertResult, convert
+from llama_sidecar.converter.errors import ConversionError
+from llama_sidecar.converter.quantize import TYPES
+
+__all__ = ["TYPES", "ConversionError", "ConvertResult", "convert"]

@@ -1,0 +1,139 @@
+"""A checkpoint's config.json: the text model's values, and the GGUF keys that every family shares.
+
+Knows how Hugging Face nests and names configuration values. Does not know any family's own values, nor any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llama_sidecar.converter.errors import BadConfig
+
+Key = int | float | bool | str | list[int] | list[bool] | list[str]
+
+
+class Config(Mapping[str, Any]):
+    """config.json with `text_config` merged over the root, as the text model sees it.
+
+    >>> Config({"architectures": ["X"], "text_config": {"hidden_size": 64}}).integer("hidden_size")
+    64
+    """
+
+    def __init__(self, root: Mapping[str, Any]):
+        text = root.get("text_config")
+        self._values: dict[str, Any] = {**root, **(text if isinstance(text, dict) else {})}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            raise BadConfig(f"config.json has no {name!r}, which this architecture needs")
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def integer(self, name: str) -> int:
+        """The value of a required positive integer."""
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise BadConfig(f"config.json has {name} = {value!r}; expected a positive integer")
+        return value
+
+    def number(self, name: str) -> float:
+        """The value of a required number."""
+        return _number(name, self[name])
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`, that of `text_config` before the root's."""
+        names = self.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise BadConfig(
+                "config.json names no architecture: expected a list of strings under 'architectures'"
+            )
+        return names[0]
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rotary values: `rope_parameters`, else `rope_scaling`, filled up from the root."""
+        value = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        if not isinstance(value, dict):
+            raise BadConfig(f"config.json has rope parameters {value!r}; expected an object")
+        rope = dict(value)
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if name not in rope and self.get(name) is not None:
+                rope[name] = self[name]
+        if "rope_type" not in rope and "type" in rope:
+            rope["rope_type"] = rope["type"]
+        return rope
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadConfig(f"config.json has {name} = {value!r}; expected a number")
+    return float(value)
+
+
+def shared_keys(config: Config, arch: str, n_blocks: int) -> dict[str, Key]:
+    """The GGUF keys that every family writes the same way (facts: llama.cpp's loader and its published files).
+
+    `arch` prefixes the keys and `n_blocks` is the number of blocks the file declares, head included.
+    """
+    keys: dict[str, Key] = {
+        "block_count": n_blocks,
+        "context_length": config.integer("max_position_embeddings"),
+        "embedding_length": config.integer("hidden_size"),
+        "attention.head_count": config.integer("num_attention_heads"),
+        "attention.head_count_kv": config.integer("num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
+    }
+    if config.get("intermediate_size") is not None:
+        keys["feed_forward_length"] = config.integer("intermediate_size")
+    if config.get("head_dim") is not None:
+        keys["attention.key_length"] = keys["attention.value_length"] = config.integer("head_dim")
+    keys |= _rope_keys(config)
+    return {f"{arch}.{name}": value for name, value in keys.items()}
+
+
+def _rope_keys(config: Config) -> dict[str, Key]:
+    rope = config.rope
+    keys: dict[str, Key] = (
+        {"rope.freq_base": _number("rope_theta", rope["rope_theta"])} if "rope_theta" in rope else {}
+    )
+    if "mrope_section" in rope:
+        sections = list(rope["mrope_section"])
+        if not all(isinstance(s, int) for s in sections) or len(sections) > 4:
+            raise BadConfig(f"config.json has mrope_section = {sections!r}; expected at most four integers")
+        keys["rope.dimension_sections"] = sections + [0] * (4 - len(sections))
+    scaling = rope.get("rope_type")
+    if scaling in (None, "default"):
+        return keys
+    if scaling not in ("linear", "yarn") or "factor" not in rope:
+        raise BadConfig(
+            f"config.json has rope scaling {scaling!r}; expected 'default', or 'linear' or 'yarn' with a 'factor'"
+        )
+    keys["rope.scaling.type"] = scaling
+    keys["rope.scaling.factor"] = _number("factor", rope["factor"])
+    if scaling == "yarn":
+        if "original_max_position_embeddings" not in rope:
+            raise BadConfig("config.json has yarn rope scaling without 'original_max_position_embeddings'")
+        keys["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+        for key, names in {
+            "yarn_ext_factor": ("extrapolation_factor",),
+            "yarn_attn_factor": ("attention_factor", "attn_factor"),
+            "yarn_beta_fast": ("beta_fast",),
+            "yarn_beta_slow": ("beta_slow",),
+        }.items():
+            value = next((rope[n] for n in names if rope.get(n) is not None), None)
+            if value is not None:
+                keys[f"rope.scaling.{key}"] = _number(names[0], value)
+    return keys

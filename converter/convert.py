@@ -1,0 +1,175 @@
+"""The conversion, top to bottom: open, choose the family, plan, write main and sidecar, check.
+
+`convert` is the converter's whole public door. Knows the order of the steps and what the files are called, and nothing
+of any step's inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_sidecar.converter.checkpoint import Checkpoint, Tensor, open_checkpoint
+from llama_sidecar.converter.config import Config, Key
+from llama_sidecar.converter.errors import NoHead, OutputExists
+from llama_sidecar.converter.families import Family, Layout, family_of
+from llama_sidecar.converter.general import add_general_keys, file_name
+from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
+from llama_sidecar.converter.quantize import Recipe, check_libggml, main_recipe, sidecar_recipe
+from llama_sidecar.converter.tokenizer import vocabulary_keys
+from llama_sidecar.converter.writer import GGUFFile, Progress, add_keys, new_header, write_files
+from llama_sidecar.sidecars import (
+    KINDS,
+    check_pair,
+    fingerprint,
+    identify,
+    open_main,
+    open_sidecar,
+    read_header,
+)
+from llama_sidecar.sidecars import keys as published
+
+KIND = "mtp"  # what every family here holds
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """What a conversion wrote; a path and a type are None, and a size 0, for a file that was not written."""
+
+    main: Path | None
+    sidecar: Path | None
+    kind: str | None
+    main_bytes: int
+    sidecar_bytes: int
+    n_head_tensors: int
+    main_type: str | None
+    sidecar_type: str | None
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a JSON object, with the schema's version first."""
+        return {"schema": 1} | {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    path: Path
+    recipe: Recipe
+    tensors: list[Planned]
+    n_head_layers: int
+
+
+def convert(
+    checkpoint: str | Path,
+    out: str | Path,
+    main_type: str | None = "Q8_0",
+    sidecar_type: str | None = None,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ConvertResult:
+    """Convert a Hugging Face checkpoint into a main GGUF and the sidecar GGUF that holds its draft head.
+
+    `checkpoint` is the folder; `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
+    for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
+    at Q4_0, and a checkpoint without a head is converted all the same. `name` replaces the model's name, `force`
+    replaces existing files, and `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
+
+    Either all files are there and whole, or none is. Raises a subclass of ConversionError (converter/errors.py).
+
+    >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
+    PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
+    """
+    main_types = main_recipe(main_type) if main_type else None
+    sidecar_types = sidecar_recipe(sidecar_type)
+    with open_checkpoint(checkpoint) as opened:
+        family = family_of(opened.config)
+        tensors = canonical_tensors(opened.tensors, family)
+        layout = family.layout(opened.config, tensors.keys())
+        account(layout, tensors)
+        if not layout.head and (sidecar_type or not main_types):
+            raise NoHead(
+                f"{opened.folder} holds no draft head: no tensor in any of its files is called mtp.*; nothing is written"
+            )
+
+        main = sidecar = None
+        stem, folder = name or opened.name, Path(out)
+        if main_types:
+            path = folder / file_name(stem, main_types.name)
+            main = _FilePlan(path, main_types, plan(layout.shared + layout.trunk, tensors, main_types), 0)
+        if layout.head:
+            path = folder / file_name(stem, sidecar_types.name, KINDS[KIND].prefix)
+            head = plan(layout.shared + layout.head, tensors, sidecar_types)
+            sidecar = _FilePlan(path, sidecar_types, head, layout.n_head_layers)
+        files = [file for file in (main, sidecar) if file]
+        _check_targets(files, force)
+        check_libggml(tensor.type for file in files for tensor in file.tensors)
+
+        common = vocabulary_keys(opened)
+        common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
+        written = [_gguf_file(file, opened, family, common, name) for file in files]
+        sizes = write_files(written, _check_contract, progress)
+
+    n_bytes = dict(zip((file.path for file in files), sizes, strict=True))
+    return ConvertResult(
+        main=main.path if main else None,
+        sidecar=sidecar.path if sidecar else None,
+        kind=KIND if sidecar else None,
+        main_bytes=n_bytes[main.path] if main else 0,
+        sidecar_bytes=n_bytes[sidecar.path] if sidecar else 0,
+        n_head_tensors=len(layout.head),
+        main_type=main.recipe.name if main else None,
+        sidecar_type=sidecar.recipe.name if sidecar else None,
+        warnings=opened.warnings + layout.warnings,
+    )
+
+
+def _check_targets(files: Sequence[_FilePlan], force: bool) -> None:
+    existing = [str(file.path) for file in files if file.path.exists()]
+    if existing and not force:
+        raise OutputExists(
+            f"{' and '.join(existing)} already there: use --force to replace, or another --out"
+        )
+
+
+def _gguf_file(
+    file: _FilePlan, checkpoint: Checkpoint, family: Family, common: dict[str, Key], name: str | None
+) -> GGUFFile:
+    header = new_header(family.ARCH, file.tensors)
+    add_general_keys(header, checkpoint, name, file.recipe.file_type)
+    add_keys(header, family.keys(checkpoint.config, file.n_head_layers) | common)
+    return GGUFFile(file.path, header, file.tensors)
+
+
+def _fingerprints(
+    layout: Layout, tensors: Mapping[str, Tensor], config: Config, tokens: Any
+) -> dict[str, Key]:
+    """What ties a head to its trunk, the same in both files: hashes of the norms and of sampled rows (FORMAT.md)."""
+    trunk, n_layers = layout.shared + layout.trunk, config.integer("num_hidden_layers")
+    norms = [p for p in trunk if fingerprint.is_trunk_norm(p.name, len(p.shape), n_layers)]
+    matrices = {tensors[s.name].name: tensors[s.name] for p in trunk for s in p.sources if len(s.shape) > 1}
+    rows = [
+        (name, row, matrices[name].item(row).tobytes())
+        for name in fingerprint.sample_tensors(matrices)
+        for row in fingerprint.sample_rows(name, matrices[name].shape[0])
+    ]
+    return {
+        published.FORMAT: published.FORMAT_VERSION,
+        published.FINGERPRINT_TRUNK: fingerprint.trunk_fingerprint(
+            tokens, {p.name: values(p, tensors) for p in norms}
+        ),
+        published.FINGERPRINT_ROWS: fingerprint.rows_fingerprint(rows),
+    }
+
+
+def _check_contract(paths: Sequence[Path]) -> None:
+    """Opens the written files as their users will, and holds them against each other."""
+    opened = [read_header(path) for path in paths]
+    mains = [open_main(h.path) for h in opened if identify(h).role == "main"]
+    sidecars = [open_sidecar(h.path) for h in opened if identify(h).role == "sidecar"]
+    for main in mains:
+        for sidecar in sidecars:
+            check_pair(main, sidecar)

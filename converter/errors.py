@@ -1,0 +1,68 @@
+"""Every way a conversion can fail on purpose, one named error each.
+
+The message is one line: what was found, what was expected, what to do. This module knows no file format.
+"""
+
+from __future__ import annotations
+
+from llama_sidecar.sidecars.errors import LlamaSidecarError
+
+
+class ConversionError(LlamaSidecarError):
+    """Base of every error the converter raises on purpose."""
+
+
+class NotACheckpoint(ConversionError):
+    """The path is no Hugging Face checkpoint folder, or one of its JSON files cannot be used."""
+
+
+class MissingShard(ConversionError):
+    """The index names a file that is not there, or a tensor that its file does not hold."""
+
+
+class BadShard(ConversionError):
+    """A weight file is truncated or breaks the rules of its format."""
+
+
+class UnsafePath(ConversionError):
+    """The index or a link leads out of the checkpoint's folder."""
+
+
+class BadConfig(ConversionError):
+    """config.json lacks a value, or has one that cannot be."""
+
+
+class UnsupportedModel(ConversionError):
+    """No family converts this architecture, this quantization or this data type."""
+
+
+class BadTokenizer(ConversionError):
+    """The tokenizer's files are missing, broken, or of a kind that GGUF has no name for."""
+
+
+class TensorMismatch(ConversionError):
+    """Tensors are missing, left over or misshapen; the message lists all of them."""
+
+
+class NoHead(ConversionError):
+    """A sidecar was asked for, and the checkpoint holds no draft head."""
+
+
+class UnknownType(ConversionError):
+    """The type asked for is not one the converter writes."""
+
+
+class MissingDependency(ConversionError):
+    """An optional library is needed for this and is not installed."""
+
+
+class OutputExists(ConversionError):
+    """A file that would be written is there already."""
+
+
+class NotEnoughSpace(ConversionError):
+    """The disk is too small for the files, or filled up while they were written."""
+
+
+class OutputFailed(ConversionError):
+    """A file cannot be written, or does not read back as it was planned."""

@@ -1,0 +1,301 @@
+"""Qwen3.5, 3.6 and 3.8, dense: gated-delta layers with full attention every few, and one MTP block.
+
+Facts: transformers' modeling_qwen3_5.py for the checkpoint's names, llama.cpp's src/models/qwen35.cpp for the file's.
+Norm weights are stored zero-centred and written plus one, all but the gated-delta norm. Value heads are stored grouped
+by key head and written tiled, the order in which ggml repeats. The line's other families build on these functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llama_sidecar.converter.config import Config, Key, shared_keys
+from llama_sidecar.converter.errors import BadConfig, TensorMismatch
+from llama_sidecar.converter.families import F32, Layout, Placement, place
+
+ARCH = "qwen35"
+CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+DROPPED = re.compile(r"^(model\.)?visual\.|\.rotary_emb\.inv_freq$")
+
+BlockPart = Callable[
+    [Config, str, str, Collection[str]], Iterator[Placement]
+]  # (config, source, target, names)
+
+
+def canonical(name: str) -> str:
+    """The name without `model.` and `language_model.`: `layers.0...`, `mtp...`, `embed_tokens...`, `lm_head...`."""
+    return name.replace("language_model.", "").removeprefix("model.")
+
+
+# Keys.
+
+
+def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]:
+    """The keys of a file with `n_head_layers` MTP blocks; llama.cpp demands the rope sections, so they have a default."""
+    return {f"{arch}.rope.dimension_sections": [11, 11, 10, 0]} | line_keys(config, n_head_layers, arch)
+
+
+def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
+    """The keys that this whole line of families shares."""
+    n_layers = config.integer("num_hidden_layers")
+    result: dict[str, Key] = {
+        "ssm.conv_kernel": config.integer("linear_conv_kernel_dim"),
+        "ssm.state_size": config.integer("linear_key_head_dim"),
+        "ssm.group_count": config.integer("linear_num_key_heads"),
+        "ssm.time_step_rank": config.integer("linear_num_value_heads"),
+        "ssm.inner_size": config.integer("linear_value_head_dim") * config.integer("linear_num_value_heads"),
+        "full_attention_interval": _interval(config),
+        "rope.dimension_count": int(_head_dim(config) * config.rope.get("partial_rotary_factor", 0.25)),
+    }
+    recurrent = recurrent_layers(config)
+    if recurrent != [(i + 1) % _interval(config) != 0 for i in range(n_layers)]:
+        result["attention.recurrent_layers"] = recurrent + [False] * n_head_layers
+    if n_head_layers:
+        result["nextn_predict_layers"] = n_head_layers
+    return shared_keys(config, arch, n_layers + n_head_layers) | {
+        f"{arch}.{name}": value for name, value in result.items()
+    }
+
+
+def recurrent_layers(config: Config) -> list[bool]:
+    """Which trunk layers are gated-delta layers: `layer_types`, or all but every `full_attention_interval`-th."""
+    n_layers = config.integer("num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        return [(i + 1) % _interval(config) != 0 for i in range(n_layers)]
+    if (
+        not isinstance(types, list)
+        or len(types) != n_layers
+        or not set(types) <= {"linear_attention", "full_attention"}
+    ):
+        raise BadConfig(
+            f"config.json has layer_types = {types!r}; expected {n_layers} times 'linear_attention' or 'full_attention'"
+        )
+    return [kind == "linear_attention" for kind in types]
+
+
+def _interval(config: Config) -> int:
+    return config.integer("full_attention_interval") if "full_attention_interval" in config else 4
+
+
+def _head_dim(config: Config) -> int:
+    if config.get("head_dim") is not None:
+        return config.integer("head_dim")
+    return config.integer("hidden_size") // config.integer("num_attention_heads")
+
+
+# Values.
+
+
+def plus_one(rows: F32) -> F32:
+    return rows + np.float32(1)
+
+
+def minus_exp(rows: F32) -> F32:
+    return -np.exp(rows)
+
+
+def value_heads(config: Config) -> list[int]:
+    """The stored index of each value head in the order it is written: [key head][r] becomes [r][key head]."""
+    n_k, n_v = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    if n_v % n_k:
+        raise BadConfig(f"config.json has {n_v} linear value heads for {n_k} key heads; expected a multiple")
+    return [k * (n_v // n_k) + r for r in range(n_v // n_k) for k in range(n_k)]
+
+
+def value_rows(config: Config, unit: int, offset: int = 0) -> tuple[range, ...]:
+    """Rows of `unit` per value head, that begin at `offset`, in the order they are written, after those before them."""
+    before = (range(offset),) if offset else ()
+    return before + tuple(
+        range(offset + head * unit, offset + (head + 1) * unit) for head in value_heads(config)
+    )
+
+
+def tile_columns(rows: F32, n_k: int, n_v: int) -> F32:
+    """(n, n_k * r * head) with value heads grouped by key head -> the same tiled."""
+    return rows.reshape(len(rows), n_k, n_v // n_k, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+# Tensors.
+
+
+def delta_net(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """A gated-delta mixer."""
+    hidden, kernel = config.integer("hidden_size"), config.integer("linear_conv_kernel_dim")
+    n_k, n_v = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    head_v = config.integer("linear_value_head_dim")
+    n_qk, n_value = 2 * n_k * config.integer("linear_key_head_dim"), n_v * head_v
+    channels = n_qk + n_value
+    rows = partial(value_rows, config)
+    tile = partial(tile_columns, n_k=n_k, n_v=n_v)
+    if n_k == n_v:  # nothing moves
+        rows, tile = (lambda unit, offset=0: None), None  # type: ignore[assignment]
+    source += "linear_attn."
+    yield place(
+        f"{target}attn_qkv.weight", f"{source}in_proj_qkv.weight", channels, hidden, rows=rows(head_v, n_qk)
+    )
+    yield place(f"{target}attn_gate.weight", f"{source}in_proj_z.weight", n_value, hidden, rows=rows(head_v))
+    yield place(f"{target}ssm_alpha.weight", f"{source}in_proj_a.weight", n_v, hidden, rows=rows(1))
+    yield place(f"{target}ssm_beta.weight", f"{source}in_proj_b.weight", n_v, hidden, rows=rows(1))
+    yield place(
+        f"{target}ssm_conv1d.weight", f"{source}conv1d.weight", channels, kernel,
+        source_shape=(channels, 1, kernel), rows=rows(head_v, n_qk),
+    )  # fmt: skip
+    yield place(f"{target}ssm_a", f"{source}A_log", n_v, rows=rows(1), transform=minus_exp)
+    yield place(f"{target}ssm_dt.bias", f"{source}dt_bias", n_v, rows=rows(1))
+    yield place(f"{target}ssm_norm.weight", f"{source}norm.weight", head_v)
+    yield place(f"{target}ssm_out.weight", f"{source}out_proj.weight", hidden, n_value, transform=tile)
+
+
+def attention(config: Config, source: str, target: str) -> Iterator[Placement]:
+    """A full-attention mixer; each head's query rows are followed by its gate rows, in both spellings."""
+    hidden, head = config.integer("hidden_size"), _head_dim(config)
+    n_q, n_kv = config.integer("num_attention_heads") * head, config.integer("num_key_value_heads") * head
+    source += "self_attn."
+    yield place(f"{target}attn_q.weight", f"{source}q_proj.weight", 2 * n_q, hidden)
+    yield place(f"{target}attn_k.weight", f"{source}k_proj.weight", n_kv, hidden)
+    yield place(f"{target}attn_v.weight", f"{source}v_proj.weight", n_kv, hidden)
+    yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_q)
+    yield place(f"{target}attn_q_norm.weight", f"{source}q_norm.weight", head, transform=plus_one)
+    yield place(f"{target}attn_k_norm.weight", f"{source}k_norm.weight", head, transform=plus_one)
+
+
+def dense_ffn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    hidden, ff = config.integer("hidden_size"), config.integer("intermediate_size")
+    yield place(f"{target}ffn_gate.weight", f"{source}mlp.gate_proj.weight", ff, hidden)
+    yield place(f"{target}ffn_up.weight", f"{source}mlp.up_proj.weight", ff, hidden)
+    yield place(f"{target}ffn_down.weight", f"{source}mlp.down_proj.weight", hidden, ff)
+
+
+def layout(
+    config: Config, names: Collection[str], mixer: BlockPart = delta_net, ffn: BlockPart = dense_ffn
+) -> Layout:
+    """Where the tensors go, with another family's gated-delta mixer or feed-forward part in place of the dense one's."""
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    n_layers, n_head_layers = config.integer("num_hidden_layers"), _n_indices(names, "mtp.")
+    recurrent = recurrent_layers(config)
+    _check_layers(names, recurrent)
+
+    def block(source: str, target: str, is_recurrent: bool) -> Iterator[Placement]:
+        yield place(
+            f"{target}attn_norm.weight", f"{source}input_layernorm.weight", hidden, transform=plus_one
+        )
+        yield from mixer(config, source, target, names) if is_recurrent else attention(config, source, target)
+        yield place(
+            f"{target}post_attention_norm.weight",
+            f"{source}post_attention_layernorm.weight",
+            hidden,
+            transform=plus_one,
+        )
+        yield from ffn(config, source, target, names)
+
+    shared = [
+        place("token_embd.weight", "embed_tokens.weight", vocabulary, hidden),
+        place("output_norm.weight", "norm.weight", hidden, transform=plus_one),
+    ]
+    if "lm_head.weight" in names:
+        shared.append(place("output.weight", "lm_head.weight", vocabulary, hidden))
+    trunk = [p for i in range(n_layers) for p in block(f"layers.{i}.", f"blk.{i}.", recurrent[i])]
+    head = [p for j in range(n_head_layers) for p in block(f"mtp.layers.{j}.", f"blk.{n_layers + j}.", False)]
+    if head:
+        nextn = f"blk.{n_layers}.nextn."
+        head += [
+            place(f"{nextn}eh_proj.weight", "mtp.fc.weight", hidden, 2 * hidden),
+            place(f"{nextn}enorm.weight", "mtp.pre_fc_norm_embedding.weight", hidden, transform=plus_one),
+            place(f"{nextn}hnorm.weight", "mtp.pre_fc_norm_hidden.weight", hidden, transform=plus_one),
+            place(f"{nextn}shared_head_norm.weight", "mtp.norm.weight", hidden, transform=plus_one),
+        ]
+    return Layout(shared, trunk, head, n_head_layers, list(_warnings(config, names, n_head_layers)))
+
+
+def _n_indices(names: Collection[str], prefix: str) -> int:
+    """How many blocks `PREFIXlayers.I.` the names speak of; at least one if any name has the prefix."""
+    found = [name.removeprefix(f"{prefix}layers.").split(".")[0] for name in names if name.startswith(prefix)]
+    return max((int(index) + 1 if index.isdecimal() else 1 for index in found), default=0)
+
+
+def _check_layers(names: Collection[str], recurrent: list[bool]) -> None:
+    found = _n_indices([name for name in names if name.startswith("layers.")], "")
+    if found and found != len(recurrent):
+        raise TensorMismatch(
+            f"the tensors hold {found} layers, config.json has num_hidden_layers = {len(recurrent)}"
+        )
+    mixers = {tuple(name.split(".")[1:3]) for name in names if name.startswith("layers.")}
+    wrong = [i for i, r in enumerate(recurrent) if (str(i), "self_attn" if r else "linear_attn") in mixers]
+    if wrong:
+        raise TensorMismatch(
+            f"layers {', '.join(map(str, wrong))} hold tensors of the other kind of attention than config.json's layer_types say"
+        )
+
+
+def _warnings(config: Config, names: Collection[str], n_head_layers: int) -> Iterator[str]:
+    said = config.get("mtp_num_hidden_layers")
+    if said and not n_head_layers:
+        yield f"config.json says mtp_num_hidden_layers = {said}, but no tensor is called mtp.*: there is no head to write"
+    elif said is not None and said != n_head_layers:
+        yield f"config.json says mtp_num_hidden_layers = {said}, the tensors hold {n_head_layers}; the tensors decide"
+    if n_head_layers > 1:
+        yield f"the head has {n_head_layers} blocks; llama.cpp drafts with exactly one here"
+    has_output, tied = "lm_head.weight" in names, config.get("tie_word_embeddings")
+    if tied is False and not has_output:
+        yield "config.json says the output is not tied, but there is no lm_head.weight: the embeddings serve as output"
+    if tied is True and has_output:
+        yield "config.json says the output is tied, but there is an lm_head.weight: it is used"
+
+
+# Random checkpoints for tests.
+
+_TINY: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 320,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_HEAD = frozenset({"mtp.fc.weight"})
+TINY = {
+    "tied": (_TINY, _HEAD),
+    "untied": (
+        _TINY | {"tie_word_embeddings": False, "linear_num_key_heads": 4},
+        _HEAD | {"lm_head.weight"},
+    ),
+    "irregular": (
+        _TINY | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+        _HEAD,
+    ),
+    "conditional": (
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "tie_word_embeddings": True,
+            "text_config": {name: value for name, value in _TINY.items() if name != "architectures"},
+        },
+        _HEAD,
+    ),
+}

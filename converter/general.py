@@ -1,0 +1,83 @@
+"""The `general.*` keys: what a model is called, where it comes from, and how to sample from it.
+
+What can be read out of the folder's name, config.json and README.md is read by llama.cpp's own heuristics, from the
+published gguf package. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import yaml
+
+from llama_sidecar.converter.checkpoint import Checkpoint
+from llama_sidecar.sidecars.kinds import KINDS
+
+# generation_config.json -> general.sampling.*, with its type there.
+SAMPLING: dict[str, tuple[str, type]] = {
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "temperature": ("temp", float),
+    "repetition_penalty": ("penalty_repeat", float),
+}
+
+
+def add_general_keys(
+    writer: gguf.GGUFWriter, checkpoint: Checkpoint, name: str | None, file_type: int
+) -> None:
+    """Adds the `general.*` keys to a file whose tensors the writer knows already: they decide its size label.
+
+    `name` replaces the model's name that the checkpoint suggests.
+    """
+    writer.add_type(gguf.GGUFType.MODEL)
+    n_total, n_shared, n_expert, n_experts = writer.get_total_parameter_count()
+    metadata = gguf.Metadata.apply_metadata_heuristic(
+        gguf.Metadata(),
+        _model_card(checkpoint.folder),
+        checkpoint.json("config.json"),
+        Path(checkpoint.name),
+        n_total,
+    )
+    metadata.name = name or metadata.name or checkpoint.name
+    metadata.size_label = metadata.size_label or gguf.size_label(n_total, n_shared, n_expert, n_experts)
+    for key, value in _sampling(checkpoint).items():
+        setattr(metadata, f"sampling_{key}", value)
+    metadata.set_gguf_meta_model(writer)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The values of generation_config.json that llama.cpp has a key for; a value of another type is no value."""
+    settings = checkpoint.json("generation_config.json")
+    found = {key: (kind, settings.get(name)) for name, (key, kind) in SAMPLING.items()}
+    return {
+        key: kind(value)
+        for key, (kind, value) in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _model_card(folder: Path) -> dict[str, Any]:
+    """The front matter of README.md; {} where there is none that can be used, as it only describes."""
+    try:
+        return dict(gguf.Metadata.load_model_card(folder))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def file_name(name: str, type_name: str, prefix: str = "") -> str:
+    """The name of a file: `PREFIXNAME-TYPE.gguf`, where NAME cannot be mistaken for a sidecar's prefix.
+
+    >>> file_name("Qwen3.5 0.8B", "Q8_0", "mtp-")
+    'mtp-Qwen3.5-0.8B-Q8_0.gguf'
+    """
+    stem = re.sub(r"[^\w.+-]+", "-", f"{name}-{type_name}")
+    for kind in KINDS.values():
+        marker = kind.prefix.removesuffix("-")
+        stem = re.sub(f"(?i){marker}-", f"{marker}_", stem)
+    return f"{prefix}{stem.lstrip('-.')}.gguf"

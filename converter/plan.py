@@ -1,0 +1,143 @@
+"""From a family's layout and a checkpoint's tensors to the tensors of a GGUF file, each a function of its rows.
+
+Accounts for every tensor: all that are missing, left over or misshapen are named in one error, before anything is
+written. Knows neither families nor files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llama_sidecar.converter.checkpoint import Tensor
+from llama_sidecar.converter.errors import TensorMismatch
+from llama_sidecar.converter.families import Family, Layout, Placement
+from llama_sidecar.converter.quantize import GGMLType, Recipe, encode, row_bytes
+from llama_sidecar.sidecars import keys
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of a file to be: `rows(start, stop)` are its bytes. `shape` is in torch's order (slowest first)."""
+
+    placement: Placement
+    type: GGMLType
+    pieces: tuple[
+        tuple[Tensor, int, int], ...
+    ]  # a tensor of the checkpoint and a range of its rows, in order
+
+    @property
+    def name(self) -> str:
+        return self.placement.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.placement.shape
+
+    @property
+    def n_cols(self) -> int:
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def n_rows(self) -> int:
+        return prod(self.shape) // self.n_cols
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.type, self.n_cols)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_rows * self.row_bytes
+
+    def rows(self, start: int, stop: int) -> U8:
+        """The bytes of rows start..stop: (stop - start, row_bytes)."""
+        pieces = list(self._pieces(start, stop))
+        if self.placement.transform is None and all(
+            tensor.dtype == self.type.name for tensor, _, _ in pieces
+        ):
+            return _joined([tensor.raw_rows(a, b) for tensor, a, b in pieces])
+        rows = _joined([tensor.rows(a, b) for tensor, a, b in pieces]).reshape(-1, self.n_cols)
+        if self.placement.transform:
+            rows = np.ascontiguousarray(self.placement.transform(rows))
+        return encode(rows, self.type)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
+        ends = accumulate(b - a for _, a, b in self.pieces)
+        for (tensor, a, b), end in zip(self.pieces, ends, strict=True):
+            first, last = max(start, end - (b - a)), min(stop, end)
+            if first < last:
+                yield tensor, b - (end - first), b - (end - last)
+
+
+def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def canonical_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """The tensors that have to go somewhere, by the family's canonical names. Raises TensorMismatch for a clash."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if family.DROPPED.search(name):
+            continue
+        canonical = family.canonical(name)
+        if canonical in found:
+            raise TensorMismatch(
+                f"{name} in {tensor.file} and {found[canonical].name} in {found[canonical].file} are the same tensor"
+            )
+        found[canonical] = tensor
+    return found
+
+
+def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that every tensor has its place, and every place its tensor in the shape that the configuration calls for.
+
+    Raises TensorMismatch with all names at once.
+    """
+    wanted = {s.name: s.shape for p in (*layout.shared, *layout.trunk, *layout.head) for s in p.sources}
+    missing = [name for name in wanted if name not in tensors]
+    unplaced = [f"{t.name} ({t.file})" for name, t in tensors.items() if name not in wanted]
+    misshapen = [
+        f"{tensors[name].name} {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    findings = {
+        "missing": missing,
+        "no place for": unplaced,
+        "other shapes than config.json calls for": misshapen,
+    }
+    problems = [f"{what}: {', '.join(names)}" for what, names in findings.items() if names]
+    if problems:
+        raise TensorMismatch("the tensors are not those of this architecture; " + "; ".join(problems))
+
+
+def plan(placements: Iterable[Placement], tensors: Mapping[str, Tensor], recipe: Recipe) -> list[Planned]:
+    """The tensors of one file in the order of the placements, each with its type."""
+    placements = list(placements)
+    tied = all(placement.name != keys.OUTPUT for placement in placements)
+    return [Planned(p, recipe.type_of(p.name, p.shape, tied), tuple(_ranges(p, tensors))) for p in placements]
+
+
+def values(placement: Placement, tensors: Mapping[str, Tensor]) -> F32:
+    """The whole tensor as float32, for small ones."""
+    one = Planned(placement, GGMLType.F32, tuple(_ranges(placement, tensors)))
+    return one.rows(0, one.n_rows).view(np.float32).reshape(one.shape)
+
+
+def _ranges(placement: Placement, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, int, int]]:
+    sources = [tensors[source.name] for source in placement.sources]
+    if placement.rows is None:
+        yield from ((tensor, 0, tensor.n_rows) for tensor in sources)
+        return
+    (tensor,) = sources  # rows are picked from one tensor, or several are stacked whole
+    yield from ((tensor, rows.start, rows.stop) for rows in placement.rows)

@@ -1,0 +1,196 @@
+"""A checkpoint's tokenizer files as GGUF vocabulary keys: byte-level BPE only.
+
+Knows tokenizer.json, tokenizer_config.json and the chat-template files (format: huggingface/tokenizers), and which
+pre-tokenizers llama.cpp has a name for. A pre-tokenizer is recognised by its split pattern, so that trimmed and
+self-trained vocabularies convert too. Does not know any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from llama_sidecar.converter.checkpoint import Checkpoint
+from llama_sidecar.converter.config import Key
+from llama_sidecar.converter.errors import BadTokenizer
+
+# The split pattern of tokenizer.json -> llama.cpp's name for it (src/llama-vocab.cpp keeps the patterns as comments).
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _SPACES: "qwen2",
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _SPACES: "qwen35",
+}
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama_token_type
+
+# What a special token is called in tokenizer_config.json and config.json -> in GGUF ("seperator" is published that way).
+SPECIAL = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+    "mask": "mask",
+}
+
+
+def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Key]:
+    """The `tokenizer.*` keys of a checkpoint, padded to the configuration's `vocab_size`.
+
+    Raises BadTokenizer when tokenizer.json is missing, is not byte-level BPE, or splits in a way llama.cpp does not know.
+    """
+    tokenizer = checkpoint.json("tokenizer.json")
+    if not tokenizer:
+        raise BadTokenizer(
+            f"{checkpoint.folder} has no tokenizer.json; expected a byte-level BPE tokenizer in that form"
+        )
+    settings = checkpoint.json("tokenizer_config.json")
+    try:
+        return _keys(checkpoint, tokenizer, settings)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadTokenizer(
+            f"{checkpoint.folder}: the tokenizer's files are not in the form expected: {error!r}"
+        ) from error
+
+
+def _keys(
+    checkpoint: Checkpoint, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Key]:
+    model = tokenizer.get("model") or {}
+    if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise BadTokenizer(f"tokenizer.json holds a {model.get('type')} model; expected byte-level BPE")
+    added = _added_tokens(tokenizer, settings)
+    tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
+    keys: dict[str, Key] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": _merges(model.get("merges")),
+    }
+    keys |= _special_ids(added, settings, checkpoint)
+    keys |= _added_at_the_ends(tokenizer, settings)
+    return keys | _chat_templates(checkpoint, settings)
+
+
+def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+    stage = tokenizer.get("pre_tokenizer") or {}
+    stages = stage.get("pretokenizers", [stage])
+    patterns = [
+        s["pattern"].get("Regex")
+        for s in stages
+        if s.get("type") == "Split" and isinstance(s.get("pattern"), dict)
+    ]
+    if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
+        raise BadTokenizer(
+            f"tokenizer.json splits by {patterns or stage.get('type')}, which is none of the patterns known here "
+            f"({', '.join(PRE_TOKENIZERS.values())}): the text would be cut at other places than in training"
+        )
+    return PRE_TOKENIZERS[patterns[0]]
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+    """Id -> (text, is special) of the added tokens, tokenizer.json's and those that only tokenizer_config.json has."""
+    listed = {int(token["id"]): token for token in tokenizer.get("added_tokens") or []}
+    for index, token in (settings.get("added_tokens_decoder") or {}).items():
+        listed.setdefault(int(index), token)
+    return {index: (token["content"], bool(token.get("special"))) for index, token in listed.items()}
+
+
+def _tokens(
+    vocabulary: Mapping[str, int], added: Mapping[int, tuple[str, bool]], size: int
+) -> tuple[list[str], list[int]]:
+    largest = max(chain(vocabulary.values(), added), default=-1)
+    if largest >= size:
+        raise BadTokenizer(
+            f"tokenizer.json has a token {largest}; expected ids below config.json's vocab_size = {size}"
+        )
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for text, index in vocabulary.items():
+        tokens[index], types[index] = text, NORMAL
+    for index, (text, special) in added.items():
+        if special or _looks_special(text):
+            tokens[index], types[index] = text, CONTROL
+        else:
+            tokens[index], types[index] = text.replace("\u2581", " "), USER_DEFINED
+    return tokens, types
+
+
+def _looks_special(text: str) -> bool:
+    """Some checkpoints leave the flag out for tokens that must never be printed."""
+    return (
+        text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+        or (text.startswith("<|") and text.endswith("|>"))
+        or (text.startswith("<\uff5c") and text.endswith("\uff5c>"))
+        or (text.startswith("<unused") and text.endswith(">"))
+    )
+
+
+def _merges(merges: Any) -> list[str]:
+    """Merges as "left right"; a space inside a part is written as byte-level BPE writes it."""
+    if not isinstance(merges, list):
+        raise BadTokenizer("tokenizer.json has no list of merges; expected byte-level BPE")
+    space = chr(ord(" ") + 256)
+    return [m if isinstance(m, str) else " ".join(part.replace(" ", space) for part in m) for m in merges]
+
+
+def _special_ids(
+    added: Mapping[int, tuple[str, bool]], settings: Mapping[str, Any], checkpoint: Checkpoint
+) -> dict[str, Key]:
+    """Special tokens by tokenizer_config.json's texts, else by config.json's ids."""
+    by_text = {text: index for index, (text, _) in reversed(added.items())}
+    root = checkpoint.json("config.json")
+    keys: dict[str, Key] = {}
+    for name, gguf_name in SPECIAL.items():
+        entry = settings.get(f"{name}_token")
+        text = entry.get("content") if isinstance(entry, dict) else entry
+        index = by_text.get(text) if isinstance(text, str) else None
+        if index is None:
+            index = root.get(f"{name}_token_id")
+        if index is None:
+            index = checkpoint.config.get(f"{name}_token_id")
+        if isinstance(index, int) and 0 <= index < checkpoint.config.integer("vocab_size"):
+            keys[f"tokenizer.ggml.{gguf_name}_token_id"] = index
+    return keys
+
+
+def _added_at_the_ends(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Key]:
+    """Whether encoding adds a token in front or behind: the post-processor decides, before tokenizer_config.json."""
+    flags = {name: v for name in ("bos", "eos") if isinstance(v := settings.get(f"add_{name}_token"), bool)}
+    stage = tokenizer.get("post_processor") or {}
+    for processor in stage.get("processors", [stage]):
+        if processor.get("type") == "ByteLevel":
+            flags |= {"bos": False, "eos": False}
+        elif processor.get("type") == "TemplateProcessing":
+            ends = [part.get("SpecialToken", {}).get("id") for part in processor.get("single", [])]
+            if len(ends) > 1:
+                flags |= {
+                    name: True for name, end in (("bos", ends[0]), ("eos", ends[-1])) if end is not None
+                }
+    return {f"tokenizer.ggml.add_{name}_token": value for name, value in flags.items()}
+
+
+def _chat_templates(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Key]:
+    """tokenizer_config.json's template, else chat_template.jinja (and its named companions), else chat_template.json."""
+    template = settings.get("chat_template")
+    file = checkpoint.folder / "chat_template.jinja"
+    if template is None and file.is_file():
+        template = file.read_text(encoding="utf-8")
+        companions = sorted((checkpoint.folder / "additional_chat_templates").glob("*.jinja"))
+        if companions:
+            named = [{"name": p.stem, "template": p.read_text(encoding="utf-8")} for p in companions]
+            template = [{"name": "default", "template": template}, *named]
+    elif template is None:
+        template = checkpoint.json("chat_template.json").get("chat_template")
+    if isinstance(template, str):
+        return {"tokenizer.chat_template": template}
+    if not isinstance(template, list):
+        return {}
+    keys: dict[str, Key] = {}
+    for entry in template:
+        name = entry["name"]
+        keys["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = entry["template"]
+    named_only = [entry["name"] for entry in template if entry["name"] != "default"]
+    return keys | ({"tokenizer.chat_templates": named_only} if named_only else {})

@@ -1,0 +1,153 @@
+"""Tiny random Hugging Face checkpoints, the same bytes on every machine, for the converter's tests.
+
+Every variant of every family's `TINY` becomes a folder of a few hundred kilobytes. Values come from the raw bits of
+PCG64, which numpy promises to keep, so that stored listings stay valid.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from llama_sidecar.converter.config import Config
+from llama_sidecar.converter.families import Source, families
+
+Array = npt.NDArray[Any]
+DTYPES = {
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64),
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+VARIANTS = [(arch, variant) for arch, family in families().items() for variant in family.TINY]
+END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Writes a safetensors file with the tensors in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in tensors.items():
+        offsets = [end, end + array.nbytes]
+        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def random_values(name: str, shape: tuple[int, ...], scale: float = 0.5) -> npt.NDArray[np.float32]:
+    """Uniform multiples of 2**-24 times scale around 0, decided by the name alone."""
+    bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
+    return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape) * np.float32(scale)
+
+
+def tiny_tensors(arch: str, variant: str, dtype: str = "BF16") -> dict[str, Array]:
+    """The variant's tensors under the names that its class gives them; A_log and the delta norm stay F32 as published."""
+    family = families()[arch]
+    root, optional = family.TINY[variant]
+    config = Config(root)
+    layout = family.layout(config, optional)
+    prefix = "model.language_model." if config.architecture.endswith("ForConditionalGeneration") else "model."
+    tensors = {}
+    for source in _sources(layout.shared + layout.trunk + layout.head):
+        name = source.name if source.name.startswith(("lm_head.", "mtp.")) else prefix + source.name
+        kept = source.name.endswith(("A_log", "linear_attn.norm.weight"))
+        tensors[name] = random_values(source.name, source.shape).astype(DTYPES["F32" if kept else dtype])
+    if "language_model" in prefix:
+        tensors["model.visual.merger.norm.weight"] = random_values("visual", (8,)).astype(DTYPES[dtype])
+    return tensors
+
+
+def _sources(placements: list[Any]) -> list[Source]:
+    return list(dict.fromkeys(source for placement in placements for source in placement.sources))
+
+
+def tiny_config(arch: str, variant: str) -> dict[str, Any]:
+    return json.loads(json.dumps(families()[arch].TINY[variant][0]))
+
+
+def make_checkpoint(
+    parent: Path,
+    arch: str = "qwen35",
+    variant: str = "tied",
+    *,
+    tensors: Mapping[str, Array] | None = None,
+    config: Mapping[str, Any] | None = None,
+    name: str | None = None,
+) -> Path:
+    """Writes a variant's folder, `tiny-ARCH-VARIANT` unless named, with other tensors or another config if given."""
+    folder = parent / (name or f"tiny-{arch}-{variant}")
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "model.safetensors", tiny_tensors(arch, variant) if tensors is None else tensors)
+    write_json(folder / "config.json", tiny_config(arch, variant) if config is None else config)
+    write_tokenizer(folder, arch)
+    write_json(
+        folder / "generation_config.json",
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [STOP, END]},
+    )
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
+    """A byte-level BPE of 256 bytes, four merges and four added tokens, split as the architecture's are."""
+    merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["\u0120", "t"]]
+    texts = [*_byte_letters(), *("".join(pair) for pair in merges)]
+    letters = r"\p{L}" if arch == "qwen3next" else r"[\p{L}\p{M}]"
+    marks = "" if arch == "qwen3next" else r"\p{M}"
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?" + letters + r"+|\p{N}| ?[^\s\p{L}" + marks + r"\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    added = {END: "<|endoftext|>", START: "<|im_start|>", STOP: "<|im_end|>", CALL: "<tool_call>"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": i, "content": t, "special": i != CALL, **flags} for i, t in added.items()],
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                    byte_level,
+                ],
+            },
+            "post_processor": byte_level, "decoder": byte_level,
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                "vocab": {text: i for i, text in enumerate(texts)}, "merges": merges,
+            },
+        },
+    )  # fmt: skip
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False, "bos_token": None,
+            "eos_token": added[STOP], "pad_token": added[END], "unk_token": None, "clean_up_tokenization_spaces": False,
+            "added_tokens_decoder": {str(i): {"content": t, "special": i != CALL, **flags} for i, t in added.items()},
+            "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        },
+    )  # fmt: skip
+
+
+def _byte_letters() -> list[str]:
+    """The 256 letters by which byte-level BPE writes bytes, in the order of GPT-2's vocabulary."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return [chr(b) for b in shown] + [chr(256 + i) for i in range(256 - len(shown))]
