@@ -10,4 +10,22 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from .errors import LibraryError, LoadError, PromptError, SessionError
+from .llm import Model, Speculation, load
+from .session import Generation, Scripted, Session
+from .stats import Stats
+
+__all__ = [
+    "Generation",
+    "LibraryError",
+    "LoadError",
+    "Model",
+    "PromptError",
+    "Scripted",
+    "Session",
+    "SessionError",
+    "Speculation",
+    "Stats",
+    "load",
+]
 __version__ = version("llama-sidecar")

@@ -10,7 +10,8 @@ from llama_sidecar.sidecars.sidecar import MainFile, Sidecar
 VERIFIED = "verified"
 SAME_TRUNK = "same trunk, unverified"
 UNVERIFIED = "unverified"
-STATUSES = (VERIFIED, SAME_TRUNK, UNVERIFIED)  # the surest first
+FORCED = "forced"
+STATUSES = (VERIFIED, SAME_TRUNK, UNVERIFIED, FORCED)  # the surest first
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class Match:
     detail: str
 
 
-def check_pair(main: MainFile, sidecar: Sidecar) -> Match:
+def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Match:
     """Check that a sidecar drafts for this main model: architecture, width, layers, vocabulary and fingerprints.
 
+    With `force` differing fingerprints are let through as "forced"; shapes and vocabulary must fit all the same.
     Raises PairMismatch, which names both values (of a vocabulary: the first token that differs, and both texts).
 
     >>> check_pair(open_main("NAME-Q4_K_M.gguf"), open_sidecar("mtp-NAME-Q8_0.gguf")).status  # doctest: +SKIP
@@ -31,6 +33,15 @@ def check_pair(main: MainFile, sidecar: Sidecar) -> Match:
     """
     _check_target(main, sidecar)
     _check_vocabulary(main, sidecar)
+    try:
+        return _compare_fingerprints(main, sidecar)
+    except PairMismatch as mismatch:
+        if not force:
+            raise
+        return Match(FORCED, str(mismatch))
+
+
+def _compare_fingerprints(main: MainFile, sidecar: Sidecar) -> Match:
     if sidecar.trunk is None or main.trunk is None:
         which = "sidecar" if sidecar.trunk is None else "main model"
         match = Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")

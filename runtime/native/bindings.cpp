@@ -76,11 +76,14 @@ NB_MODULE(_native, m) {
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
                const std::vector<llama_token> & script, int32_t n_right) {
+                const LlamaApi & llama = api();
+                llama_context * target = context_at(ctx);
                 DrafterOptions options;
+                options.n_vocab = llama.vocab_n_tokens(llama.model_get_vocab(llama.get_model(target)));
                 options.ctx = draft_ctx == 0 ? nullptr : context_at(draft_ctx);
                 options.script = script;
                 options.n_right = n_right;
-                new (self) Session(context_at(ctx), kind ? make_drafter(*kind, options) : nullptr);
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr);
             },
             "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
             "script"_a = std::vector<llama_token>(), "n_right"_a = 0)

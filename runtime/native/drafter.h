@@ -40,6 +40,7 @@ class Drafter {
 
 struct DrafterOptions {
     llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
+    int32_t n_vocab = 0;               // the target's: no other id may be proposed
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
 };

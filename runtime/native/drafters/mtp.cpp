@@ -19,11 +19,11 @@ namespace {
 
 class Mtp final : public Drafter {
   public:
-    explicit Mtp(llama_context * ctx) : ctx_(ctx) {
+    Mtp(llama_context * ctx, int32_t n_vocab) : ctx_(ctx) {
         if (ctx == nullptr) throw std::invalid_argument("the mtp drafter needs a draft context");
         const llama_model * model = api().get_model(ctx);
         n_embd_ = size_t(api().model_n_embd_out(model));
-        n_vocab_ = api().vocab_n_tokens(api().model_get_vocab(model));
+        n_vocab_ = std::min(n_vocab, api().vocab_n_tokens(api().model_get_vocab(model)));
         n_batch_ = int32_t(api().n_batch(ctx));
         api().set_embeddings_nextn(ctx, true, true);
         batch_ = api().batch_init(ctx);
@@ -137,7 +137,7 @@ class Mtp final : public Drafter {
 };
 
 const Registered registered("mtp", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
-    return std::make_unique<Mtp>(options.ctx);
+    return std::make_unique<Mtp>(options.ctx, options.n_vocab);
 });
 
 }  // namespace

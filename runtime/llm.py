@@ -1,0 +1,272 @@
+"""The user's class: load a main file with its sidecar, generate, chat.
+
+A `Model` holds weights and is shared by any number of sessions, in any threads; a session holds one sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from llama_sidecar.sidecars import MainFile, Sidecar, check_pair, discover, open_main, open_sidecar
+
+from . import placement
+from .errors import LoadError, SessionError
+from .sampling import file_defaults
+from .session import Generation, Scripted, Session
+from .turns import Turns
+from .vocab import Vocab
+from .weights import MAX_DEPTH, Settings, Weights, quiet
+
+DEFAULT_DEPTH = 3
+RUNNABLE_KINDS = ("mtp",)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafts for a model, and why; `kind` None means that nothing does.
+
+    `path` is the sidecar, or the main file when the head is embedded in it. `match` says how far the pair is proven.
+    """
+
+    kind: str | None
+    path: Path | None
+    why: str
+    match: str | None = None
+
+
+def load(
+    main: str | os.PathLike[str],
+    sidecar: str | os.PathLike[str] | None = None,
+    *,
+    spec_type: str = "auto",
+    depth: int = DEFAULT_DEPTH,
+    gpu_layers: int | str = "auto",
+    device: str | None = None,
+    threads: int | None = None,
+    ctx: int | None = None,
+    batch: int = 512,
+    flash_attn: str = "auto",
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    force: bool = False,
+    verbose: bool = False,
+) -> Model:
+    """Loads a main GGUF and, where one is found, its sidecar.
+
+    Args:
+        main: the main file (the first shard of a sharded one).
+        sidecar: the sidecar; by default the one beside the main file, or the head inside it.
+        spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", ...), which must then be there.
+        depth: tokens drafted per round, 1 to 64.
+        gpu_layers: layers on a GPU; "auto" takes as many as fit its free memory.
+        device: llama.cpp's device names, comma separated, or "none".
+        threads: CPU threads (default: the physical cores).
+        ctx: context length in tokens (default: the smaller of the model's own and 8,192).
+        batch: prompt tokens per decode.
+        flash_attn: "auto", "on" or "off".
+        cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
+        force: use a sidecar although its fingerprint says that it belongs to another model.
+        verbose: let llama.cpp's own log through to stderr.
+
+    Raises:
+        LlamaSidecarError: a file is missing, broken or not what it is given as; the two do not belong together; the
+            kind asked for is not there; llama.cpp lacks what is needed or refuses the file.
+
+    Example:
+        >>> with load("demo-Q8_0.gguf") as model:                              # doctest: +SKIP
+        ...     print(model.generate("def main():", max_tokens=32).read())
+    """
+    if not 1 <= depth <= MAX_DEPTH:
+        raise LoadError(f"depth {depth} is not between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)")
+    settings = Settings(
+        gpu_layers=gpu_layers,
+        device=device,
+        threads=threads,
+        ctx=ctx,
+        batch=batch,
+        flash_attn=flash_attn,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+    )
+    main_file = open_main(Path(main))
+    speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
+    quiet(verbose)
+    return Model(main_file, sidecar_file, speculation, settings, depth)
+
+
+def _choose_sidecar(
+    main: MainFile, sidecar: str | os.PathLike[str] | None, spec_type: str, force: bool
+) -> tuple[Speculation, Sidecar | None]:
+    if spec_type == "none":
+        if sidecar is not None:
+            raise LoadError(f"spec_type 'none' and the sidecar {sidecar} contradict each other")
+        return Speculation(None, None, "it was turned off"), None
+    if sidecar is None:
+        found = discover(main.path, spec_type)
+        if found is None:
+            return Speculation(None, None, f"no sidecar was found beside {main.path.name}"), None
+        if found.path == main.path:
+            return Speculation(found.kind, found.path, found.reason, "embedded"), None
+        opened, why = open_sidecar(found.path), found.reason
+    else:
+        opened, why = open_sidecar(Path(sidecar)), "it was asked for"
+        wanted = spec_type.removeprefix("draft-")
+        if wanted not in ("auto", opened.kind):
+            raise LoadError(f"{opened.path.name} is a {opened.kind} sidecar, but {spec_type!r} was asked for")
+    if opened.kind not in RUNNABLE_KINDS:
+        raise LoadError(
+            f"{opened.path.name} is a {opened.kind} sidecar: this version drafts with {', '.join(RUNNABLE_KINDS)} alone "
+            "(--spec-type none runs without it)"
+        )
+    match = check_pair(main, opened, force=force)
+    return Speculation(opened.kind, opened.path, why, match.status), opened
+
+
+class Model:
+    """Loaded weights, immutable and shareable; made by `load()`. Close it, or use it in a `with` statement."""
+
+    def __init__(
+        self, main: MainFile, sidecar: Sidecar | None, speculation: Speculation, settings: Settings, depth: int
+    ) -> None:
+        self.main = main
+        self.speculation = speculation
+        self.settings = settings
+        self.depth = depth if speculation.kind else 0
+        self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
+        self.sampling = file_defaults(main.header.keys)
+        self.turns = Turns()
+        self._sessions: set[Session] = set()
+        self._default: Session | None = None
+        self._lock = threading.Lock()
+        self.gpu_layers = self._place(sidecar)
+        embedded = speculation.path == main.path
+        with contextlib.ExitStack() as undo:
+            self.weights = Weights(
+                main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
+            )
+            undo.callback(self.weights.close)
+            self.head_weights = self.weights
+            if sidecar is not None:
+                on_gpu = placement.ALL_LAYERS if self.gpu_layers else 0  # the drafter goes where the output goes
+                self.head_weights = Weights(sidecar.path, with_head=True, n_gpu_layers=on_gpu, device=settings.device)
+                undo.callback(self.head_weights.close)
+            self.vocab = Vocab(self.weights.model)
+            self._weights: contextlib.ExitStack | None = undo.pop_all()
+
+    @property
+    def kind(self) -> str | None:
+        """The drafter's kind, or None."""
+        return self.speculation.kind
+
+    def session(
+        self,
+        *,
+        ctx: int | None = None,
+        spec_type: str | None = None,
+        depth: int | None = None,
+        n_slots: int | None = None,
+        scripted: Scripted | None = None,
+    ) -> Session:
+        """Makes a session: its own context, drafter and sampler over these weights.
+
+        Args:
+            ctx: context length in tokens (default: the model's setting).
+            spec_type: "none" makes a plain session.
+            depth: drafts per round at most; 0 makes a plain session.
+            n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
+            scripted: tests only: a drafter that knows the text.
+
+        Raises:
+            LoadError: llama.cpp cannot make the context; SessionError: the model is closed.
+
+        Example:
+            >>> with load("demo-Q8_0.gguf") as model, model.session(ctx=1024) as session:   # doctest: +SKIP
+            ...     print(session.generate("import os\\n", max_tokens=8).read())
+        """
+        if self._weights is None:
+            raise SessionError("the model is closed")
+        if spec_type not in (None, "none", "auto"):
+            raise LoadError(f"spec_type {spec_type!r} of a session is neither 'none' nor 'auto': the model's is {self.kind}")
+        wanted = self.depth if depth is None else depth
+        if not 0 <= wanted <= MAX_DEPTH:
+            raise LoadError(f"depth {wanted} is not between 0 and {MAX_DEPTH}")
+        if spec_type == "none" or (self.kind is None and scripted is None):
+            wanted = 0
+        why = self.speculation.why if spec_type != "none" else "it was turned off for this session"
+        session = Session(
+            self,
+            settings=self.settings,
+            n_ctx=ctx or self.n_ctx,
+            depth=wanted,
+            why=why,
+            n_slots=n_slots,
+            scripted=scripted,
+        )
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """Completes `prompt` on the model's own session; options as in `Session.generate`."""
+        return self._own_session().generate(prompt, **options)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+        """Answers a conversation on the model's own session; options as in `Session.generate`."""
+        return self._own_session().chat(messages, **options)
+
+    def close(self) -> None:
+        """Closes every session and frees the weights. Idempotent."""
+        with self._lock:
+            sessions, weights = list(self._sessions), self._weights
+        if weights is None:
+            return
+        for session in sessions:
+            session.close()
+        self._weights = None
+        weights.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _own_session(self) -> Session:
+        if self._default is None or self._default.closed:
+            self._default = self.session()
+        return self._default
+
+    def _forget(self, session: Session) -> None:
+        with self._lock:
+            self._sessions.discard(session)
+
+    def _place(self, sidecar: Sidecar | None) -> int:
+        if self.settings.gpu_layers != "auto":
+            return int(self.settings.gpu_layers)
+        devices = placement.gpus()
+        if not devices or self.settings.device == "none":
+            return 0
+        names = self.settings.device.split(",") if self.settings.device else [d.name for d in devices]
+        bits = (
+            placement.CACHE_BITS[self.settings.cache_type_k.lower()]
+            + placement.CACHE_BITS[self.settings.cache_type_v.lower()]
+        ) / 2
+        drafter_bytes = 0
+        if sidecar is not None:
+            cells = placement.layer_state_bytes(sidecar.header, n_ctx=self.n_ctx, cache_bits=bits, n_slots=0)
+            drafter_bytes = sum(t.n_bytes for t in sidecar.header.tensors.values()) + max(cells)
+        return placement.n_gpu_layers(
+            self.main.header,
+            free_bytes=sum(d.free_bytes for d in devices if d.name in names),
+            n_ctx=self.n_ctx,
+            cache_bits=bits,
+            n_slots=self.depth,
+            drafter_bytes=drafter_bytes,
+        )

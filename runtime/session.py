@@ -1,0 +1,380 @@
+"""One sequence: a target context, a drafter, and the generations that run on them one after another.
+
+Thin Python around the native session: one call per piece of the prompt and one per round, with the GIL released inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import _native
+from .errors import PromptError, SessionError
+from .sampling import Chooser, Sampling, address, make_chooser
+from .stats import Stats
+from .vocab import TextStream
+from .weights import Settings, free_context, make_draft_context, make_target_context
+
+if TYPE_CHECKING:
+    from .llm import Model
+
+N_PIECE = 256  # prompt tokens per native call: Ctrl-C and cancel() act between pieces
+DEFAULT_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """The drafter of tests: it knows the target's text (`tokens`, by position) and is right `n_right` times per draft."""
+
+    tokens: Sequence[int]
+    n_right: int
+
+
+class Session:
+    """KV cache, drafter and sampler of one sequence; made by `Model.session()`.
+
+    A session serves one generation at a time. A new `generate` on the thread that left an earlier one unfinished ends
+    that one; on another thread it raises. A prompt that continues all that the session holds costs only what is new.
+
+    Args:
+        depth: drafts per round at most; 0 makes a plain session, without rollback slots and hidden rows.
+        n_slots: rollback slots for a recurrent target (default: as many as `depth`).
+        scripted: a scripted drafter in place of the model's own.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        settings: Settings,
+        n_ctx: int,
+        depth: int,
+        why: str,
+        n_slots: int | None = None,
+        scripted: Scripted | None = None,
+    ) -> None:
+        self.model = model
+        self.depth = depth
+        self.why = why
+        self.n_ctx = n_ctx
+        self.kind: str | None = None
+        self._open = contextlib.ExitStack()
+        self._busy = threading.Lock()
+        self._cancelled = threading.Event()
+        self._owner: int | None = None
+        self._current: Generation | None = None
+        self._history: list[int] | None = []
+        with contextlib.ExitStack() as undo:
+            if n_slots is None:
+                n_slots = depth
+            target = make_target_context(model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=n_slots)
+            undo.callback(free_context, target)
+            options: dict[str, Any] = {}
+            if depth and scripted is not None:
+                self.kind = "scripted"
+                options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
+            elif depth:
+                self.kind = model.kind
+                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
+                undo.callback(free_context, draft)
+                options = {"kind": self.kind, "draft_ctx": address(draft)}
+            self._n_piece = min(N_PIECE, settings.batch, n_ctx)
+            self._native: Any = _native.Session(address(target), **options)
+            undo.callback(self._drop_native)
+            self._open = undo.pop_all()
+
+    # Generating
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] | str = (),
+        depth: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Completes `prompt` as it stands and streams the text.
+
+        Args:
+            prompt: text, or token ids.
+            max_tokens: tokens to emit at most (default 512; the context's end also ends it).
+            temperature, top_k, top_p, min_p: None takes the file's own setting, else greedy.
+            seed: None draws a fresh one.
+            stop: strings that end the text; they are not part of it.
+            depth: drafts per round, at most the session's own.
+            ignore_eos: go on past the end-of-text token (benchmarks).
+
+        Raises:
+            PromptError: an empty prompt, one longer than the context, an option out of range.
+            SessionError: the session is closed, or generating in another thread.
+
+        Example:
+            >>> "".join(session.generate("def add(a, b):", max_tokens=16))      # doctest: +SKIP
+        """
+        tokens = self.model.vocab.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        sampling = self.model.sampling.with_options(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        )
+        self._check_prompt(tokens)
+        if max_tokens is not None and max_tokens < 1:
+            raise PromptError(f"max_tokens {max_tokens} is less than 1")
+        if depth is not None and depth < 0:
+            raise PromptError(f"depth {depth} is negative")
+        request = _Request(
+            tokens=tokens,
+            chooser=make_chooser(sampling),
+            max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            depth=self.depth if depth is None else min(depth, self.depth),
+            ignore_eos=ignore_eos,
+        )
+        return self._start(request)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+        """Answers a conversation through the file's chat template; options as in `generate`.
+
+        Example:
+            >>> "".join(session.chat([{"role": "user", "content": "Hi"}]))       # doctest: +SKIP
+        """
+        return self.generate(self.model.vocab.chat_tokens(messages), **options)
+
+    def generate_synthetic(self, prompt: Sequence[int], *, p_accept: float, max_tokens: int, seed: int = 0) -> Generation:
+        """For benchmarks: each draft stands by a coin toss of probability `p_accept`. The text is meaningless."""
+        self._check_prompt(list(prompt))
+        chooser = Chooser(_native.coin_chooser(p_accept, seed))
+        return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, ignore_eos=True))
+
+    def cancel(self) -> None:
+        """Ends the running generation after its current round or piece of prompt. From any thread."""
+        self._cancelled.set()
+
+    # Lifetime
+
+    @property
+    def closed(self) -> bool:
+        return self._native is None
+
+    @property
+    def n_restores(self) -> int:
+        """How often a rewind needed the checkpoint, for want of rollback slots."""
+        return int(self._native.n_restores)
+
+    def close(self) -> None:
+        """Frees the contexts. Idempotent; raises SessionError while another thread generates on it."""
+        if self.closed:
+            return
+        if not self._busy.acquire(blocking=False):
+            raise SessionError("the session is generating in another thread: cancel() it first")
+        with contextlib.ExitStack() as after:
+            after.callback(self._busy.release)
+            self._end_current()
+            self._open.close()
+        self.model._forget(self)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Inside
+
+    def _drop_native(self) -> None:
+        self._native = None
+
+    def _check_prompt(self, tokens: list[int]) -> None:
+        if self.closed:
+            raise SessionError("the session is closed")
+        if not tokens:
+            raise PromptError("the prompt is empty")
+        if len(tokens) > self.n_ctx:
+            raise PromptError(f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten it or raise --ctx")
+        bad = next((t for t in tokens if not 0 <= t < self.model.vocab.n_tokens), None)
+        if bad is not None:
+            raise PromptError(f"token id {bad} is outside the vocabulary of {self.model.vocab.n_tokens}")
+
+    def _start(self, request: _Request) -> Generation:
+        me = threading.get_ident()
+        if self._current is not None and not self._current.finished and self._owner != me:
+            request.chooser.close()
+            raise SessionError("the session is generating in another thread: make a second session for a second text")
+        self._end_current()
+        self._cancelled.clear()
+        self._owner = me
+        self._current = Generation(self, request)
+        return self._current
+
+    def _end_current(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    @contextlib.contextmanager
+    def _compute(self) -> Iterator[Any]:
+        """The native session, while it is this session's turn. What breaks inside makes the next prompt start anew."""
+        if not self._busy.acquire(blocking=False):
+            raise SessionError("the session is generating in another thread")
+        try:
+            if self.closed:
+                raise SessionError("the session is closed")
+            with self.model.turns:
+                yield self._native
+        except BaseException:
+            self._history = None
+            raise
+        finally:
+            self._busy.release()
+
+
+@dataclass
+class _Request:
+    tokens: list[int]
+    chooser: Chooser
+    max_tokens: int
+    stop: list[str]
+    depth: int
+    ignore_eos: bool
+
+
+class Generation(Iterator[str]):
+    """A running text: iterate for its pieces; `text`, `tokens`, `finish_reason` and `stats` grow with it.
+
+    `finish_reason` is None while it runs, then "stop" (end of text or a stop string), "length" (max_tokens or the
+    context's end) or "cancelled". Leaving the loop early is fine: the session can be used again at once.
+    """
+
+    def __init__(self, session: Session, request: _Request) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stats = Stats(
+            kind=session.kind,
+            speculation="on" if request.depth else "off",
+            why=session.why if request.depth or not session.depth else "depth 0 was asked for",
+            depth=request.depth,
+            n_prompt=len(request.tokens),
+        )
+        self._session = session
+        self._request = request
+        self._stream = TextStream(request.stop)
+        self._pieces = self._run()
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._pieces:
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the text here. Idempotent."""
+        self._pieces.close()
+        self._finish("cancelled")
+
+    def read(self) -> str:
+        """Runs to the end and returns the whole text."""
+        for _ in self:
+            pass
+        return self.text
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = self.finish_reason or reason
+        self._request.chooser.close()
+
+    def _run(self) -> Iterator[str]:
+        session, request, stats = self._session, self._request, self.stats
+        history = [*request.tokens]
+        try:
+            first = self._prefill()
+            if first is None:
+                self._finish("cancelled")
+                return
+            history.append(first)
+            session._history = history
+            yield self._take([first])[1]
+            while not self.finished:
+                if session._cancelled.is_set():
+                    self._finish("cancelled")
+                    break
+                started = time.perf_counter()
+                with session._compute() as native:
+                    if native.n_past >= session.n_ctx:
+                        self._finish("length")
+                        break
+                    depth = min(request.depth, request.max_tokens - len(self.tokens) - 1)
+                    round_ = native.step(request.chooser.native, depth, request.ignore_eos)
+                    n_used, shown = self._take(round_.tokens)
+                    if n_used < len(round_.tokens):
+                        native.keep(n_used)
+                    history.extend(round_.tokens[:n_used])
+                stats.add_round(n_drafted=round_.n_drafted, n_accepted=round_.n_accepted)
+                stats.draft_s += round_.draft_s
+                stats.verify_s += round_.verify_s
+                stats.accept_s += round_.accept_s
+                stats.generate_s += time.perf_counter() - started
+                yield shown
+            tail = self._stream.finish()
+            self.text += tail
+            yield tail
+        finally:
+            self._finish("cancelled")
+
+    def _take(self, tokens: list[int]) -> tuple[int, str]:
+        """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""
+        request, vocab = self._request, self._session.model.vocab
+        shown = ""
+        for n_used, token in enumerate(tokens, 1):
+            if vocab.is_eog(token) and not request.ignore_eos:
+                self._finish("stop")
+                break
+            self.tokens.append(token)
+            shown += self._stream.push(vocab.piece(token))
+            if self._stream.stopped:
+                self._finish("stop")
+                break
+            if len(self.tokens) >= request.max_tokens:
+                self._finish("length")
+                break
+        self.stats.n_tokens = len(self.tokens)
+        self.text += shown
+        return n_used, shown
+
+    def _prefill(self) -> int | None:
+        """Feeds the prompt, what the session already holds left out; the first token, or None when cancelled."""
+        session, tokens = self._session, self._request.tokens
+        started = time.perf_counter()
+        with session._compute() as native:
+            held = session._history
+            if held and not native.dirty and tokens[: len(held)] == held:
+                self.stats.n_reused = native.n_past
+            else:
+                native.clear()
+            session._history = None
+        todo = tokens[self.stats.n_reused :]
+        while todo:
+            if session._cancelled.is_set():
+                return None
+            piece, todo = todo[: session._n_piece], todo[session._n_piece :]
+            with session._compute() as native:
+                native.feed(piece, not todo)
+                if not todo:
+                    first = int(native.first(self._request.chooser.native))
+        self.stats.prompt_s = time.perf_counter() - started
+        return first

@@ -1,0 +1,74 @@
+"""What a generation did and what it cost. Names are the project's definitions (ARCHITECTURE.md, Definitions)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one generation.
+
+    `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
+    `generate_s` runs from the first token on, without the time the caller spends between pieces.
+
+    >>> stats = Stats(kind="mtp", speculation="on", why="beside the main file", depth=3)
+    >>> stats.add_round(n_drafted=3, n_accepted=2)
+    >>> stats.mean_accepted_length, stats.accepted_per_position
+    (3.0, [1.0, 1.0, 0.0])
+    """
+
+    kind: str | None
+    speculation: str
+    why: str
+    depth: int
+    n_prompt: int = 0
+    n_reused: int = 0
+    n_rounds: int = 0
+    n_tokens: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    prompt_s: float = 0.0
+    generate_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    accept_s: float = 0.0
+    _drafted_at: list[int] = field(default_factory=list)
+    _accepted_at: list[int] = field(default_factory=list)
+
+    def add_round(self, *, n_drafted: int, n_accepted: int) -> None:
+        """Counts one round."""
+        self.n_rounds += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        while len(self._drafted_at) < n_drafted:
+            self._drafted_at.append(0)
+            self._accepted_at.append(0)
+        for i in range(n_drafted):
+            self._drafted_at[i] += 1
+            self._accepted_at[i] += i < n_accepted
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Of the drafts made at each position, the share that stood."""
+        return [a / d for a, d in zip(self._accepted_at, self._drafted_at, strict=True)]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """L: tokens emitted per round, the target's own included."""
+        return 1 + self.n_accepted / self.n_rounds if self.n_rounds else 0.0
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second after the first one, which the prompt pays for."""
+        return (self.n_tokens - 1) / self.generate_s if self.generate_s > 0 and self.n_tokens > 1 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The published names, ready for `json.dumps`."""
+        data = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        return data | {
+            "accepted_per_position": self.accepted_per_position,
+            "mean_accepted_length": self.mean_accepted_length,
+            "tok_s": self.tok_s,
+        }

@@ -1,0 +1,156 @@
+"""Loads a GGUF's weights through llama.cpp and makes contexts over them, with llama_cpp's own structs.
+
+Knows llama.cpp's parameters and its traps (facts gathered from its sources); knows nothing of rounds or drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import placement
+from .errors import LoadError
+from .library import llama, set_log
+from .sampling import address
+
+N_BATCH = 512
+N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
+MAX_DEPTH = 64
+_log: list[str] = []
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are loaded and contexts made; the names are llama.cpp's options."""
+
+    gpu_layers: int | str = "auto"
+    device: str | None = None
+    threads: int | None = None
+    ctx: int | None = None
+    batch: int = N_BATCH
+    flash_attn: str = "auto"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+
+    def __post_init__(self) -> None:
+        placement.choice("flash attention", self.flash_attn, placement.FLASH_ATTN)
+        placement.choice("cache type", self.cache_type_k, placement.CACHE_TYPES)
+        placement.choice("cache type", self.cache_type_v, placement.CACHE_TYPES)
+        for name, value in (("threads", self.threads), ("context length", self.ctx), ("batch", self.batch)):
+            if value is not None and value < 1:
+                raise LoadError(f"{name} {value} is less than 1")
+        if not (self.gpu_layers == "auto" or (isinstance(self.gpu_layers, int) and self.gpu_layers >= 0)):
+            raise LoadError(f"gpu layers {self.gpu_layers!r} is neither 'auto' nor a number of layers")
+
+    @property
+    def n_threads(self) -> int:
+        return self.threads or placement.default_threads()
+
+
+def quiet(verbose: bool) -> None:
+    """Keeps llama.cpp's log to itself, or sends it to stderr."""
+    set_log(llama(), None if verbose else _log)
+
+
+@functools.cache
+def repacks() -> bool:
+    """Whether weights may be repacked for the CPU (`use_extra_bufts`).
+
+    Not where ggml was built with AMX: GCC 12 drops most of its tile configuration (the intrinsic declares too small an
+    operand), and the first product of more than one row ends the process.
+    """
+    return b"AMX_INT8 = 1" not in llama().llama_print_system_info()
+
+
+class Weights:
+    """A loaded model file. Close it after every context made from it.
+
+    Args:
+        path: the GGUF (the first shard of a sharded one).
+        with_head: also load the MTP tensors in it.
+        n_gpu_layers: how many of the last layers go to a GPU.
+        device: llama.cpp device names, comma separated, or None for all.
+
+    Raises:
+        LoadError: llama.cpp refuses the file; its own last message is in the text.
+    """
+
+    def __init__(self, path: Path, *, with_head: bool, n_gpu_layers: int, device: str | None) -> None:
+        lib = llama()
+        params = lib.llama_model_default_params()
+        params.load_mtp = with_head
+        params.n_gpu_layers = n_gpu_layers
+        params.use_extra_bufts = repacks()
+        devices = placement.device_list(device) if device else None
+        if devices is not None:
+            params.devices = address(devices)
+        _log.clear()
+        self.model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self.model:
+            raise LoadError(f"llama.cpp cannot load {path}: {_reason()}")
+        self.path = path
+        self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
+
+    def close(self) -> None:
+        """Frees the weights. Idempotent."""
+        if self.model:
+            llama().llama_model_free(self.model)
+            self.model = None
+
+
+def make_target_context(weights: Weights, settings: Settings, *, n_ctx: int, depth: int, n_slots: int) -> Any:
+    """The target's context: rollback slots for `depth` drafts, and as many output rows as a verification has.
+
+    With depth 0 it is the plain context: no slots, one output row.
+    """
+    params = _params(settings, n_ctx)
+    params.n_batch = params.n_ubatch = min(settings.batch, n_ctx)
+    params.n_rs_seq = min(n_slots, max(0, params.n_ubatch - 2))  # llama.cpp asserts n_ubatch > n_rs_seq + 1
+    params.n_outputs_max = min(depth + 1, params.n_batch)
+    return _make(weights, params, "target")
+
+
+def make_draft_context(weights: Weights, settings: Settings, *, n_ctx: int) -> Any:
+    """The MTP head's context: one output row, and a batch of its own size."""
+    params = _params(settings, n_ctx)
+    params.ctx_type = llama().LLAMA_CONTEXT_TYPE_MTP
+    params.n_batch = params.n_ubatch = min(N_DRAFT_BATCH, n_ctx)
+    params.n_rs_seq = 0
+    params.n_outputs_max = 1
+    return _make(weights, params, "draft")
+
+
+def free_context(context: Any) -> None:
+    """Frees a context made here."""
+    llama().llama_free(context)
+
+
+def _params(settings: Settings, n_ctx: int) -> Any:
+    params = llama().llama_context_default_params()
+    params.n_ctx = n_ctx
+    params.n_seq_max = 1
+    params.n_threads = params.n_threads_batch = settings.n_threads
+    params.flash_attn_type = placement.FLASH_ATTN[settings.flash_attn.lower()]
+    params.type_k = placement.CACHE_TYPES[settings.cache_type_k.lower()]
+    params.type_v = placement.CACHE_TYPES[settings.cache_type_v.lower()]
+    params.no_perf = True
+    return params
+
+
+def _make(weights: Weights, params: Any, role: str) -> Any:
+    _log.clear()
+    context = llama().llama_init_from_model(weights.model, params)
+    if not context:
+        raise LoadError(f"llama.cpp cannot make the {role} context ({params.n_ctx} tokens): {_reason()}")
+    return context
+
+
+def _reason() -> str:
+    """llama.cpp's last complaint, without its function-name prefix."""
+    lines = "".join(_log).splitlines()
+    complaints = [line for line in lines if re.search(r"error|fail|cannot|unable|missing|unknown|require", line, re.I)]
+    specific = [c for c in complaints if "failed to load model" not in c]
+    return re.sub(r"^\w+: ", "", (specific or complaints or lines or ["it gave no reason"])[-1].strip())
