@@ -100,6 +100,24 @@ def _candidates(main_path: Path) -> Iterator[Path]:
                 yield path
 
 
+def main_paths(sidecar_path: Path) -> list[Path]:
+    """List the files beside a sidecar that may be its main model: where `candidate_paths` looks, the other way round."""
+    return sorted(set(_main_paths(sidecar_path)) - {sidecar_path})
+
+
+def _main_paths(sidecar_path: Path) -> Iterator[Path]:
+    folder = sidecar_path.parent
+    folders = [folder]
+    if folder.absolute().name.lower() in KINDS:
+        folders.append(folder.absolute().parent)
+    for folder in folders:
+        for path in _entries(folder):
+            if path.is_dir():
+                yield from (inner for inner in _entries(path) if shard_name(inner) and _is_first_gguf(inner))
+            elif _is_first_gguf(path):
+                yield path
+
+
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())

@@ -11,6 +11,7 @@ and knows no tensor type newer than its release. This module does not know what 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import struct
 from array import array
@@ -30,7 +31,7 @@ MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20  # a million tokens with their merges need about 40 MiB
 MAX_ENTRIES = 1 << 16  # keys, tensors, inner arrays: whatever costs a Python object each
 MAX_NESTING = 4  # arrays within arrays; llama.cpp reads none
-MAX_KEY_BYTES = 65535
+MAX_KEY_BYTES = 1024  # GGUF allows 65535; no key is near
 MAX_TENSOR_NAME_BYTES = 63
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
@@ -43,6 +44,7 @@ BLOCK_SIZES: dict[int, tuple[int, int]] = {
     42: (64, 18),  # Q2_0
 }
 _TYPE_NAMES: dict[int, str] = {**{int(t): t.name for t in GGMLQuantizationType}, 41: "Q1_0", 42: "Q2_0"}
+_ARCH = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _T = TypeVar("_T")
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -159,7 +161,12 @@ class GGUFHeader:
     @property
     def arch(self) -> str:
         """`general.architecture`; raises MissingKey or WrongKey."""
-        return self.string(keys.ARCHITECTURE)
+        arch = self.string(keys.ARCHITECTURE)
+        if not _ARCH.fullmatch(arch):
+            raise errors.WrongKey(
+                f"{self.path}: {keys.ARCHITECTURE} is {arch[:64]!r}; a name like qwen35 is expected"
+            )
+        return arch
 
     def key(self, template: str) -> str:
         """Fill `{arch}` of a name from keys.py: `header.key("{arch}.block_count")` -> "qwen35.block_count"."""

@@ -1,0 +1,110 @@
+"""`llama-sidecar inspect`: what a file is and what beside it fits. Formats what sidecars/inspection.py finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llama_sidecar.sidecars import KINDS
+from llama_sidecar.sidecars.inspection import Report, inspect
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program instead of tables.")
+def command(file: Path, as_json: bool) -> None:
+    """Say what FILE is (a main model or a sidecar) and which files beside it belong to it.
+
+    Reads headers only, so it is quick for any size. Sure matches are "verified" (made from the same checkpoint) or
+    "same trunk, unverified"; "unverified" means that nothing contradicts, as with files made by other converters.
+    """
+    report = inspect(file)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(_facts(report))
+    console.print(_types(report))
+    console.print(_neighbours(report) if report.neighbours else _nothing_beside(report))
+
+
+def _facts(report: Report) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _fact_rows(report):
+        table.add_row(name, escape(value))
+    return table
+
+
+def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
+    yield "file", str(report.path) + (f" (1 of {report.n_shards} shards)" if report.n_shards > 1 else "")
+    yield "is", _what_it_is(report)
+    if report.name:
+        yield "name", _printable(report.name)
+    yield "architecture", report.arch
+    yield (
+        "size",
+        f"{_bytes(report.file_bytes)}, {report.n_tensors} tensors, {report.n_parameters:,} parameters",
+    )
+    yield "width", "any" if report.width is None else str(report.width)
+    yield "trunk layers", "any" if report.n_layers is None else str(report.n_layers)
+    yield "vocabulary", f"{report.n_vocab:,} tokens"
+    yield "trunk's fingerprint", report.trunk or "none"
+    yield "source rows", report.rows or "none"
+
+
+def _what_it_is(report: Report) -> str:
+    if report.kind is None:
+        return "a main model"
+    kind = KINDS[report.kind]
+    if report.role == "sidecar":
+        return f"a sidecar: {kind.title} ({kind.llama_name})"
+    return f"a main model with its {kind.title} head inside"
+
+
+def _types(report: Report) -> Table:
+    table = Table(title="types", title_justify="left")
+    table.add_column("type")
+    for name in ("tensors", "parameters", "size"):
+        table.add_column(name, justify="right")
+    for use in report.types:
+        table.add_row(use.type, str(use.n_tensors), f"{use.n_elements:,}", _bytes(use.n_bytes))
+    return table
+
+
+def _neighbours(report: Report) -> Table:
+    table = Table(title=f"{_others(report)} beside it", title_justify="left")
+    table.add_column("file", overflow="fold")
+    table.add_column("fits")
+    table.add_column("why", overflow="fold")
+    for other in report.neighbours:
+        table.add_row(escape(other.path.name), other.status or "no", escape(other.detail))
+    return table
+
+
+def _nothing_beside(report: Report) -> str:
+    return f"no {_others(report)} beside it"
+
+
+def _others(report: Report) -> str:
+    return "main models" if report.role == "sidecar" else "sidecars"
+
+
+def _bytes(n: int) -> str:
+    size, unit = float(n), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,158 @@
+"""What one file is and what beside it belongs to it, as plain values for `llama-sidecar inspect`. Prints nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_sidecar.sidecars import keys
+from llama_sidecar.sidecars.discover import Candidate, main_paths, survey
+from llama_sidecar.sidecars.errors import LlamaSidecarError, NotAMain, NotAModel, PairMismatch
+from llama_sidecar.sidecars.gguf_header import GGUFHeader
+from llama_sidecar.sidecars.pair import check_pair
+from llama_sidecar.sidecars.shards import read_model
+from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, identify, open_main, open_sidecar
+
+
+@dataclass(frozen=True)
+class TypeUse:
+    """How many tensors, elements and bytes of a file have one type."""
+
+    type: str
+    n_tensors: int
+    n_elements: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A file beside the inspected one: `status` is that of the match, None where it does not fit; `detail` says why."""
+
+    path: Path
+    kind: str | None
+    status: str | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `inspect` shows. Sizes in bytes; `n_layers` counts the trunk's; `trunk` and `rows` are fingerprints."""
+
+    path: Path
+    role: str
+    kind: str | None
+    arch: str
+    name: str | None
+    file_bytes: int
+    n_shards: int
+    n_tensors: int
+    n_parameters: int
+    types: list[TypeUse]
+    width: int | None
+    n_layers: int | None
+    n_vocab: int
+    trunk: str | None
+    rows: str | None
+    neighbours: list[Neighbour]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON's types, with `"schema": 1`; neighbours are apart in "fits" and "passed_over"."""
+        values = asdict(self)
+        neighbours = [n | {"path": str(n["path"])} for n in values.pop("neighbours")]
+        values["fingerprint"] = {"trunk": values.pop("trunk"), "rows": values.pop("rows")}
+        values["path"] = str(self.path)
+        return {
+            "schema": 1,
+            **values,
+            "fits": [n for n in neighbours if n["status"]],
+            "passed_over": [n for n in neighbours if not n["status"]],
+        }
+
+
+def inspect(path: str | os.PathLike[str]) -> Report:
+    """Open a main model or a sidecar, check it, and compare it with what lies beside it.
+
+    Raises what `open_main` and `open_sidecar` raise; a broken file beside it is reported, not raised.
+
+    >>> inspect("mtp-NAME-Q8_0.gguf").neighbours[0].status  # doctest: +SKIP
+    'verified'
+    """
+    identity = identify(read_model(path))
+    if identity.role == "sidecar":
+        sidecar = open_sidecar(path)
+        target = sidecar.target
+        return _report(
+            sidecar, identity.role, sidecar.kind, target.width, target.n_layers, list(_mains_of(sidecar))
+        )
+    main = open_main(path)
+    neighbours = [_as_neighbour(candidate) for candidate in survey(main)]
+    return _report(main, identity.role, main.head_kind, main.width, main.n_layers, neighbours)
+
+
+def _as_neighbour(candidate: Candidate) -> Neighbour:
+    kind = candidate.sidecar.kind if candidate.sidecar else None
+    return Neighbour(
+        candidate.path, kind, candidate.match.status if candidate.match else None, candidate.reason
+    )
+
+
+def _mains_of(sidecar: Sidecar) -> Iterator[Neighbour]:
+    for path in main_paths(sidecar.path):
+        try:
+            main = open_main(path)
+        except (NotAMain, NotAModel):
+            continue
+        except LlamaSidecarError as error:
+            yield Neighbour(path, None, None, str(error))
+            continue
+        try:
+            match = check_pair(main, sidecar)
+        except PairMismatch as error:
+            yield Neighbour(path, main.head_kind, None, str(error))
+        else:
+            yield Neighbour(path, main.head_kind, match.status, match.detail)
+
+
+def _report(
+    file: MainFile | Sidecar,
+    role: str,
+    kind: str | None,
+    width: int | None,
+    n_layers: int | None,
+    beside: list[Neighbour],
+) -> Report:
+    header = file.header
+    types = _types(header)
+    return Report(
+        path=file.path,
+        role=role,
+        kind=kind,
+        arch=file.arch,
+        name=header.string(keys.NAME, default="") or None,
+        file_bytes=header.file_bytes,
+        n_shards=len(header.paths),
+        n_tensors=len(header.tensors),
+        n_parameters=sum(use.n_elements for use in types),
+        types=types,
+        width=width,
+        n_layers=n_layers,
+        n_vocab=len(file.tokens),
+        trunk=file.trunk,
+        rows=file.rows,
+        neighbours=beside,
+    )
+
+
+def _types(header: GGUFHeader) -> list[TypeUse]:
+    """What each type takes, the largest first."""
+    names = {info.type_name for info in header.tensors.values()}
+    uses = []
+    for name in sorted(names):
+        infos = [info for info in header.tensors.values() if info.type_name == name]
+        uses.append(
+            TypeUse(name, len(infos), sum(i.n_elements for i in infos), sum(i.n_bytes for i in infos))
+        )
+    return sorted(uses, key=lambda use: -use.n_bytes)
