@@ -324,7 +324,7 @@ class Generation(Iterator[str]):
                     if n_used < len(round_.tokens):
                         native.keep(n_used)
                     history.extend(round_.tokens[:n_used])
-                stats.add_round(n_drafted=round_.n_drafted, n_accepted=round_.n_accepted)
+                stats.add_round(n_drafted=len(round_.drafts), n_accepted=round_.n_accepted)
                 stats.draft_s += round_.draft_s
                 stats.verify_s += round_.verify_s
                 stats.accept_s += round_.accept_s

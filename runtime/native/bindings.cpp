@@ -64,7 +64,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Round>(m, "Round")
         .def_ro("tokens", &Round::tokens)
-        .def_ro("n_drafted", &Round::n_drafted)
+        .def_ro("drafts", &Round::drafts)
         .def_ro("n_accepted", &Round::n_accepted)
         .def_ro("draft_s", &Round::draft_s)
         .def_ro("verify_s", &Round::verify_s)
@@ -93,7 +93,19 @@ NB_MODULE(_native, m) {
         .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, no_gil)
         .def("keep", &Session::keep, "n"_a)
         .def(
-            "settle", [](Session & self) { self.target().settle(); }, no_gil)
+            "logits",
+            [](Session & self, int32_t row) {
+                const float * values = self.target().logits(row);
+                return std::vector<float>(values, values + self.target().n_vocab());
+            },
+            "row"_a, "Logits of a row of the last decode.")
+        .def(
+            "state",
+            [](Session & self) {
+                const std::vector<uint8_t> bytes = self.target().state();
+                return nb::bytes(bytes.data(), bytes.size());
+            },
+            "KV cache and recurrent state of the standing positions, as llama.cpp serialises them.")
         .def_prop_ro("last", &Session::last)
         .def_prop_ro("n_past", &Session::n_past)
         .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })

@@ -45,25 +45,23 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
     Round round;
     auto mark = std::chrono::steady_clock::now();
 
-    std::vector<llama_token> drafts;
     if (drafter_) {
         observe_block();
         const int32_t n_room = std::min(target_.n_ctx() - target_.n_past(), target_.n_batch()) - 1;
         if (std::min(depth, n_room) > 0) {
-            drafter_->propose(last_, std::min(depth, n_room), drafts);
+            drafter_->propose(last_, std::min(depth, n_room), round.drafts);
         }
     }
     round.draft_s = seconds_since(mark);
 
     block_pos_ = target_.n_past();
     block_.assign(1, last_);
-    block_.insert(block_.end(), drafts.begin(), drafts.end());
+    block_.insert(block_.end(), round.drafts.begin(), round.drafts.end());
     target_.decode(block_.data(), int32_t(block_.size()), Outputs::all, true);
     target_.logits(0);  // waits for the backend, so that its time is counted here
     round.verify_s = seconds_since(mark);
 
-    round.n_drafted = int32_t(drafts.size());
-    round.n_accepted = accept(target_, drafts, chooser, ignore_eog, round.tokens);
+    round.n_accepted = accept(target_, round.drafts, chooser, ignore_eog, round.tokens);
     block_.resize(1);
     block_.insert(block_.end(), round.tokens.begin(), round.tokens.end());
     keep(int32_t(round.tokens.size()));

@@ -25,7 +25,7 @@ namespace sidecar {
 
 struct Round {
     std::vector<llama_token> tokens;  // emitted: the accepted drafts, then the target's own
-    int32_t n_drafted = 0;
+    std::vector<llama_token> drafts;  // proposed; the first n_accepted of them stand
     int32_t n_accepted = 0;
     double draft_s = 0.0;   // the drafter, catch-up included
     double verify_s = 0.0;  // the target's decode, rewind included

@@ -73,6 +73,15 @@ void Target::settle() {
     n_last_rows_ = 0;  // a second removal before the next decode would fail
 }
 
+std::vector<uint8_t> Target::state() {
+    settle();
+    std::vector<uint8_t> bytes(api().state_seq_get_size(ctx_, 0, 0));
+    if (api().state_seq_get_data(ctx_, bytes.data(), bytes.size(), 0, 0) != bytes.size()) {
+        throw LibraryError("llama.cpp could not save the sequence's state");
+    }
+    return bytes;
+}
+
 void Target::clear() {
     api().memory_clear(api().get_memory(ctx_), true);
     n_past_ = n_cells_ = n_last_rows_ = 0;

@@ -43,6 +43,9 @@ class Target {
     // Applies the deferred rewind now, so that the context holds the standing positions and no more.
     void settle();
 
+    // KV cache and recurrent state of the standing positions, as llama.cpp serialises a sequence. Settles first.
+    std::vector<uint8_t> state();
+
     // Forgets everything; also mends a dirty target.
     void clear();
 

@@ -25,9 +25,14 @@ class Mtp final : public Drafter {
         n_embd_ = size_t(api().model_n_embd_out(model));
         n_vocab_ = std::min(n_vocab, api().vocab_n_tokens(api().model_get_vocab(model)));
         n_batch_ = int32_t(api().n_batch(ctx));
-        api().set_embeddings_nextn(ctx, true, true);
         batch_ = api().batch_init(ctx);
         if (batch_ == nullptr) throw LibraryError("llama.cpp could not make a batch for the drafter");
+        try {
+            choose_hidden_rows();
+        } catch (...) {
+            api().batch_free(batch_);
+            throw;
+        }
     }
 
     ~Mtp() override { api().batch_free(batch_); }
@@ -65,6 +70,37 @@ class Mtp final : public Drafter {
     bool needs_hidden_rows() const override { return true; }
 
   private:
+    // llama.cpp can hand out hidden rows of the output rows alone ("masked") or of all. Its graphs differ: some crop the
+    // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST
+    // rows of a batch. So this looks: two cells in one decode, output on the second, against the same cells one by one.
+    void choose_hidden_rows() {
+        api().set_embeddings_nextn(ctx_, true, true);
+        if (n_batch_ < 2) return;  // one row at a time: there is nothing to confuse
+        begin();
+        push(0);
+        decode(false);
+        push(1);
+        const float * row = hidden_row(decode(true));
+        const std::vector<float> alone(row, row + n_embd_);
+        begin();
+        push(0);
+        push(1);
+        const float * together = hidden_row(decode(true));
+        double distance = 0.0, size = 0.0;
+        for (size_t i = 0; i < n_embd_; ++i) {
+            distance += double(alone[i] - together[i]) * double(alone[i] - together[i]);
+            size += double(alone[i]) * double(alone[i]);
+        }
+        if (!(distance <= 1e-3 * size)) api().set_embeddings_nextn(ctx_, true, false);
+    }
+
+    // The head's own hidden row (n_embd,) of a row of the last decode; owned by the context.
+    const float * hidden_row(int32_t row) const {
+        const float * hidden = api().get_embeddings_nextn_ith(ctx_, row);
+        if (hidden == nullptr) throw LibraryError("llama.cpp has no hidden row for the draft step");
+        return hidden;
+    }
+
     // Queues the cell (carry, token).
     void push(llama_token token) {
         tokens_.push_back(token);
@@ -93,10 +129,8 @@ class Mtp final : public Drafter {
 
     // Decodes one drafted token with the head's own hidden row of `row`.
     int32_t decode_draft(llama_token token, int32_t row) {
-        const float * hidden = api().get_embeddings_nextn_ith(ctx_, row);
-        if (hidden == nullptr) throw LibraryError("llama.cpp has no hidden row for the draft step");
         api().batch_clear(batch_);
-        add(token, hidden, n_cells_, true);
+        add(token, hidden_row(row), n_cells_, true);
         process(1);
         return 0;
     }
