@@ -56,8 +56,7 @@ def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "width", "any" if report.width is None else str(report.width)
     yield "trunk layers", "any" if report.n_layers is None else str(report.n_layers)
     yield "vocabulary", f"{report.n_vocab:,} tokens"
-    yield "trunk's fingerprint", report.trunk or "none"
-    yield "source rows", report.rows or "none"
+    yield "fingerprint", f"trunk {_short(report.trunk)}, source rows {_short(report.rows)}"
 
 
 def _what_it_is(report: Report) -> str:
@@ -95,6 +94,10 @@ def _nothing_beside(report: Report) -> str:
 
 def _others(report: Report) -> str:
     return "main models" if report.role == "sidecar" else "sidecars"
+
+
+def _short(fingerprint: str | None) -> str:
+    return f"{fingerprint[:16]}..." if fingerprint else "none"
 
 
 def _bytes(n: int) -> str:

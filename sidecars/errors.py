@@ -107,6 +107,10 @@ class WrongTensorShape(LlamaSidecarError):
     """Tensors do not have the shape that the file's own keys call for; the message lists all of them."""
 
 
+class StrayTensors(LlamaSidecarError):
+    """A sidecar holds tensors of the trunk; the message lists them."""
+
+
 class UnsupportedFormat(LlamaSidecarError):
     """`sidecar.format` is newer than this version reads."""
 

@@ -25,8 +25,9 @@ class Match:
 def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Match:
     """Check that a sidecar drafts for this main model: architecture, width, layers, vocabulary and fingerprints.
 
-    With `force` differing fingerprints are let through as "forced"; shapes and vocabulary must fit all the same.
-    Raises PairMismatch, which names both values (of a vocabulary: the first token that differs, and both texts).
+    `force` accepts fingerprints that differ (the text stays what the main model alone writes; drafts are accepted less
+    often), nothing else. Raises PairMismatch, which names both values (of a vocabulary: the first token that differs,
+    and both texts).
 
     >>> check_pair(open_main("NAME-Q4_K_M.gguf"), open_sidecar("mtp-NAME-Q8_0.gguf")).status  # doctest: +SKIP
     'verified'
@@ -35,31 +36,29 @@ def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Matc
     _check_vocabulary(main, sidecar)
     try:
         return _compare_fingerprints(main, sidecar)
-    except PairMismatch as mismatch:
+    except PairMismatch as error:
         if not force:
             raise
-        return Match(FORCED, str(mismatch))
+        return Match(UNVERIFIED, f"forced: {error}")
 
 
 def _compare_fingerprints(main: MainFile, sidecar: Sidecar) -> Match:
-    if sidecar.trunk is None or main.trunk is None:
-        which = "sidecar" if sidecar.trunk is None else "main model"
-        match = Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")
-    elif sidecar.trunk != main.trunk:
-        raise _mismatch(
-            main, sidecar, "trunk's fingerprint", f"{main.trunk[:12]}...", f"{sidecar.trunk[:12]}..."
-        )
-    else:
-        match = Match(
+    if None not in (main.trunk, sidecar.trunk) and main.trunk != sidecar.trunk:
+        raise _mismatch(main, sidecar, "trunk's fingerprint", _short(main.trunk), _short(sidecar.trunk))
+    if None not in (main.rows, sidecar.rows) and main.rows != sidecar.rows:
+        raise _mismatch(main, sidecar, "fingerprint of source rows", _short(main.rows), _short(sidecar.rows))
+    if main.trunk is None or sidecar.trunk is None:
+        which = "main model" if main.trunk is None else "sidecar"
+        return Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")
+    if main.rows is None or sidecar.rows is None:
+        return Match(
             SAME_TRUNK, "tokens and norms of the trunk are the same; its matrices could not be compared"
         )
-    if sidecar.rows is None or main.rows is None:
-        return match
-    if sidecar.rows != main.rows:
-        raise _mismatch(
-            main, sidecar, "fingerprint of source rows", f"{main.rows[:12]}...", f"{sidecar.rows[:12]}..."
-        )
-    return Match(VERIFIED, "both come from the same checkpoint") if match.status == SAME_TRUNK else match
+    return Match(VERIFIED, "both come from the same checkpoint")
+
+
+def _short(fingerprint: str | None) -> str:
+    return f"{fingerprint or '':.12}..."
 
 
 def _mismatch(main: MainFile, sidecar: Sidecar, what: str, ours: object, theirs: object) -> PairMismatch:

@@ -127,3 +127,13 @@ def test_different_fingerprints_are_a_mismatch(tmp_path: Path) -> None:
         status(tmp_path, ROWS, trunk_of(tmp_path, seed=1), ROWS)
     with pytest.raises(errors.PairMismatch, match="source rows"):
         status(tmp_path, ROWS, trunk_of(tmp_path), OTHER_ROWS)
+
+
+def test_force_accepts_other_fingerprints_and_nothing_else(tmp_path: Path) -> None:
+    main = open_main(tiny_gguf.main(tmp_path / "m.gguf"))
+    other = open_sidecar(tiny_gguf.sidecar(tmp_path / "mtp-a.gguf", keys={FINGERPRINT_TRUNK: "0" * 64}))
+    match = check_pair(main, other, force=True)
+    assert match.status == "unverified" and match.detail.startswith("forced: ")
+    tokens = {"keys": {"tokenizer.ggml.tokens": ["other", *TOKENS[1:]]}}
+    with pytest.raises(errors.PairMismatch, match="token 0"):
+        check_pair(main, open_sidecar(tiny_gguf.sidecar(tmp_path / "mtp-b.gguf", **tokens)), force=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,11 @@ BROKEN_SIDECARS: dict[str, tuple[str, dict[str, Any], type[errors.LlamaSidecarEr
         "mtp",
         {"tensors": {"output.weight": floats(8, WIDTH)}},
         errors.WrongTensorShape,
+    ),
+    "part of the trunk": (
+        "mtp",
+        {"tensors": {"blk.0.attn_q.weight": floats(WIDTH, WIDTH)}},
+        errors.StrayTensors,
     ),
     "assistant without projection": (
         "assistant",
@@ -298,3 +304,10 @@ def test_broken_shards_are_one_error(
 ) -> None:
     with pytest.raises(errors.BadShards, match=message):
         read_model(break_them(shards))
+
+
+def test_the_contract_names_every_error() -> None:
+    contract = (Path(errors.__file__).parent / "FORMAT.md").read_text()
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    unnamed = {name for name in classes if not re.search(rf"\b{name}\b", contract)}
+    assert unnamed == {"LlamaSidecarError", "GGUFError"}

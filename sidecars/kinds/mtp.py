@@ -38,22 +38,30 @@ def n_heads(header: GGUFHeader) -> int:
 
 def check(header: GGUFHeader) -> None:
     width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
-    last = n_blocks(header)
     required: dict[str, Shape | None] = {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT_NORM: (width,)}
     optional: dict[str, Shape] = {keys.OUTPUT: (width, n_vocab)}
     if header.arch in ASSISTANTS:
         target_width = header.uint(keys.EMBEDDING_LENGTH_OUT)
         required["nextn.pre_projection.weight"] = (2 * target_width, width)
         required["nextn.post_projection.weight"] = (width, target_width)
-    else:
-        for i in range(last - n_heads(header), last):
-            required[keys.NEXTN_EH_PROJ.format(i=i)] = (2 * width, width)
-            required[keys.NEXTN_ENORM.format(i=i)] = (width,)
-            required[keys.NEXTN_HNORM.format(i=i)] = (width,)
-            optional[f"blk.{i}.nextn.shared_head_norm.weight"] = (width,)
-            optional[f"blk.{i}.nextn.shared_head_head.weight"] = (width, n_vocab)
-            optional[f"blk.{i}.nextn.embed_tokens.weight"] = (width, n_vocab)
+        check_tensors(header, required, optional)
+        return
+    total = n_blocks(header)
+    n_layers = total - n_heads(header)
+    for i in range(n_layers, total):
+        required[keys.NEXTN_EH_PROJ.format(i=i)] = (2 * width, width)
+        required[keys.NEXTN_ENORM.format(i=i)] = (width,)
+        required[keys.NEXTN_HNORM.format(i=i)] = (width,)
+        optional[f"blk.{i}.nextn.shared_head_norm.weight"] = (width,)
+        optional[f"blk.{i}.nextn.shared_head_head.weight"] = (width, n_vocab)
+        optional[f"blk.{i}.nextn.embed_tokens.weight"] = (width, n_vocab)
     check_tensors(header, required, optional)
+    trunk = tuple(f"blk.{i}." for i in range(n_layers))
+    stray = [name for name in header.tensors if name.startswith(trunk)]
+    if stray:
+        raise errors.StrayTensors(
+            f"{header.path}: a sidecar holds no blocks below {n_layers}, but {', '.join(stray)}"
+        )
 
 
 def target(header: GGUFHeader) -> Target:
