@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from llama_sidecar.sidecars.discover import Candidate, Found, choose, discover, kind_from_name, survey
 from llama_sidecar.sidecars.errors import LlamaSidecarError
-from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo, read_header
+from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo
+from llama_sidecar.sidecars.gguf_reader import read_header
 from llama_sidecar.sidecars.kind import Kind, Target
 from llama_sidecar.sidecars.kinds import KINDS
 from llama_sidecar.sidecars.pair import Match, check_pair

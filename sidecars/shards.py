@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama_sidecar.sidecars import errors, keys
-from llama_sidecar.sidecars.gguf_header import GGUFHeader, TensorInfo, read_header
+from llama_sidecar.sidecars.gguf_header import GGUFHeader, TensorInfo
+from llama_sidecar.sidecars.gguf_reader import read_header
 
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 MAX_SHARDS = 9999

@@ -17,7 +17,7 @@ import tiny_gguf
 from gguf import GGUFValueType as V
 
 from llama_sidecar.sidecars import LlamaSidecarError, errors, open_main, open_sidecar, read_header, read_model
-from llama_sidecar.sidecars.gguf_header import MAX_ENTRIES
+from llama_sidecar.sidecars.gguf_reader import MAX_ENTRIES
 
 # Literal files: a name, a key, a tensor's entry, and the whole.
 
