@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.families import Source, families
+from llama_sidecar.sidecars import read_header
 
 Array = npt.NDArray[Any]
 DTYPES = {
@@ -48,7 +50,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
 def random_values(name: str, shape: tuple[int, ...], scale: float = 0.5) -> npt.NDArray[np.float32]:
     """Uniform multiples of 2**-24 times scale around 0, decided by the name alone."""
     bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(int(np.prod(shape)))
-    return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape) * np.float32(scale)
+    return ((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(
+        shape
+    ) * np.float32(scale)
 
 
 def tiny_tensors(arch: str, variant: str, dtype: str = "BF16") -> dict[str, Array]:
@@ -88,7 +92,9 @@ def make_checkpoint(
     """Writes a variant's folder, `tiny-ARCH-VARIANT` unless named, with other tensors or another config if given."""
     folder = parent / (name or f"tiny-{arch}-{variant}")
     folder.mkdir(parents=True)
-    write_safetensors(folder / "model.safetensors", tiny_tensors(arch, variant) if tensors is None else tensors)
+    write_safetensors(
+        folder / "model.safetensors", tiny_tensors(arch, variant) if tensors is None else tensors
+    )
     write_json(folder / "config.json", tiny_config(arch, variant) if config is None else config)
     write_tokenizer(folder, arch)
     write_json(
@@ -109,7 +115,11 @@ def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
     letters = r"\p{L}" if arch == "qwen3next" else r"[\p{L}\p{M}]"
     marks = "" if arch == "qwen3next" else r"\p{M}"
     pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?" + letters + r"+|\p{N}| ?[^\s\p{L}" + marks + r"\p{N}]+[\r\n]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
+        + letters
+        + r"+|\p{N}| ?[^\s\p{L}"
+        + marks
+        + r"\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     added = {END: "<|endoftext|>", START: "<|im_start|>", STOP: "<|im_end|>", CALL: "<tool_call>"}
@@ -145,6 +155,30 @@ def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
             "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
         },
     )  # fmt: skip
+
+
+def listing(path: Path) -> dict[str, dict[str, Any]]:
+    """A GGUF file as JSON: each tensor's type, shape and hash (the values of `ssm_a`), each key's type and value or hash."""
+    header = read_header(path)
+    tensors: dict[str, Any] = {}
+    for name, info in sorted(header.tensors.items()):
+        data = header.tensor_bytes(name).tobytes()
+        tensors[name] = f"{info.type_name} {'x'.join(map(str, info.shape))} {sha256(data).hexdigest()[:16]}"
+        if name.endswith("ssm_a"):
+            tensors[name] = [float(value) for value in np.frombuffer(data, np.float32)]
+    keys = {name: [str(header.key_types[name]), _plain(value)] for name, value in sorted(header.keys.items())}
+    return {"tensors": tensors, "keys": keys}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    values = [v if isinstance(v, str) else v.item() for v in value]
+    return (
+        values
+        if len(values) < 16
+        else f"{len(values)} values {sha256(json.dumps(values).encode()).hexdigest()[:16]}"
+    )
 
 
 def _byte_letters() -> list[str]:

@@ -1,0 +1,57 @@
+"""Stores what llama.cpp's own converter makes of every tiny checkpoint, for the tests to compare with.
+
+    scripts/dev/peer_listings.py PEER_CONVERT [--only qwen35-tied] [--out tests/data/listings]
+
+PEER_CONVERT is a command `PEER_CONVERT CHECKPOINT OUT --pre NAME [converter's options]` that runs convert_hf_to_gguf.py
+with its pre-tokenizer table replaced by NAME (a self-made vocabulary is in no table). Each listing holds names, shapes,
+types and hashes of the tensors and all keys of both files, for one variant of one family and one type.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from checkpoints import VARIANTS, listing, make_checkpoint  # noqa: E402
+
+TYPES = ("F32", "BF16", "Q8_0")
+SWITCHES = {"main": "--no-mtp", "sidecar": "--mtp"}
+
+
+@click.command()
+@click.argument("peer_convert", type=click.Path(exists=True, path_type=Path))
+@click.option("--only", help="One variant, FAMILY-VARIANT.")
+@click.option("--out", type=click.Path(path_type=Path), default=ROOT / "tests/data/listings")
+def main(peer_convert: Path, only: str | None, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for arch, variant in VARIANTS:
+        if only in (None, f"{arch}-{variant}"):
+            with tempfile.TemporaryDirectory() as folder:
+                _list_variant(peer_convert, arch, variant, Path(folder), out)
+
+
+def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out: Path) -> None:
+    checkpoint = make_checkpoint(folder, arch, variant)
+    pre = "qwen2" if arch == "qwen3next" else "qwen35"
+    for kind in TYPES:
+        found = {}
+        for role, switch in SWITCHES.items():
+            target = folder / f"{role}-{kind}.gguf"
+            call = [peer_convert, checkpoint, target, "--pre", pre, switch, "--outtype", kind.lower()]
+            subprocess.run(call, check=True, capture_output=True)
+            found[role] = listing(target)
+        path = out / f"{arch}-{variant}-{kind}.json"
+        path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Our files are those of llama.cpp's converter: names, shapes, types, bytes and keys (tests/data/listings).
+
+The listings were stored by scripts/dev/peer_listings.py from the same tiny checkpoints. Every difference that is kept on
+purpose is a row of sidecars/FORMAT.md's table, and is spelled out here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import VARIANTS, listing, make_checkpoint
+
+from llama_sidecar.converter import convert
+
+LISTINGS = Path(__file__).parent / "data" / "listings"
+KINDS = ("F32", "BF16", "Q8_0")
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    arch, name = request.param
+    return f"{arch}-{name}", make_checkpoint(tmp_path_factory.mktemp("peer"), arch, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_equal_the_peers(variant: tuple[str, Path], kind: str, tmp_path: Path) -> None:
+    name, folder = variant
+    result = convert(folder, tmp_path, kind, kind)
+    assert result.main and result.sidecar
+    peer = json.loads((LISTINGS / f"{name}-{kind}.json").read_text(encoding="utf-8"))
+    for role, path in {"main": result.main, "sidecar": result.sidecar}.items():
+        ours, theirs = listing(path), peer[role]
+        assert_equal_tensors(ours["tensors"], theirs["tensors"])
+        assert ours["keys"] == with_our_differences(theirs["keys"], ours["keys"])
+
+
+def assert_equal_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Byte for byte; -exp(A_log) within one unit in the last place, since numpy's and torch's exp differ."""
+    rounded = {name for name in theirs if name.endswith("ssm_a")}
+    assert ours.keys() == theirs.keys()
+    assert {n: v for n, v in ours.items() if n not in rounded} == {
+        n: v for n, v in theirs.items() if n not in rounded
+    }
+    for name in rounded:
+        np.testing.assert_array_max_ulp(np.float32(ours[name]), np.float32(theirs[name]), maxulp=1)
+
+
+def with_our_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """The peer's keys, with ours added and without a list of recurrent layers that says what the interval says."""
+    expected = theirs | {name: value for name, value in ours.items() if name.startswith("sidecar.")}
+    arch = theirs["general.architecture"][1]
+    interval = theirs[f"{arch}.full_attention_interval"][1]
+    n_layers = theirs[f"{arch}.block_count"][1] - theirs.get(f"{arch}.nextn_predict_layers", [None, 0])[1]
+    recurrent = theirs.get(f"{arch}.attention.recurrent_layers", [None, None])[1]
+    if recurrent and recurrent[:n_layers] == [(i + 1) % interval != 0 for i in range(n_layers)]:
+        del expected[f"{arch}.attention.recurrent_layers"]
+    return expected

@@ -1,0 +1,111 @@
+"""The exported vocabulary: keys from every file it can come from, and the same ids as the checkpoint's own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import CALL, END, START, STOP, make_checkpoint, write_json
+
+from llama_sidecar.converter import convert
+from llama_sidecar.converter.checkpoint import open_checkpoint
+from llama_sidecar.converter.errors import BadTokenizer
+from llama_sidecar.converter.tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, vocabulary_keys
+
+TEXT = "hello there, don't\n\n  tell: 1234 \u00fcml\u00e4ut \u0e01\u0e33 \U0001f999<|im_start|>x<tool_call> y\t\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path)
+
+
+def keys(folder: Path) -> dict[str, Any]:
+    with open_checkpoint(folder) as checkpoint:
+        return vocabulary_keys(checkpoint)
+
+
+def edit(path: Path, **values: Any) -> None:
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
+
+
+def test_tokens_types_and_padding(folder: Path) -> None:
+    found = keys(folder)
+    tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    assert len(tokens) == len(types) == 320
+    assert (tokens[0], types[0]) == ("!", NORMAL)
+    assert (tokens[START], types[START]) == ("<|im_start|>", CONTROL)
+    assert (tokens[CALL], types[CALL]) == ("<tool_call>", USER_DEFINED)
+    assert (tokens[319], types[319]) == ("[PAD319]", UNUSED)
+    assert found["tokenizer.ggml.merges"] == ["h e", "l l", "he ll", "\u0120 t"]
+    assert found["tokenizer.ggml.pre"] == "qwen35"
+
+
+def test_special_ids_come_from_texts_before_numbers(folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=START, bos_token_id=END)
+    found = keys(folder)
+    assert found["tokenizer.ggml.eos_token_id"] == STOP
+    assert found["tokenizer.ggml.bos_token_id"] == END
+    assert found["tokenizer.ggml.padding_token_id"] == END
+    assert found["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_merges_as_strings_and_with_spaces(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"] = ["h e", "l l"]
+    write_json(path, tokenizer)
+    assert keys(folder)["tokenizer.ggml.merges"] == ["h e", "l l"]
+    tokenizer["model"]["merges"] = [["h", " e"]]
+    write_json(path, tokenizer)
+    assert keys(folder)["tokenizer.ggml.merges"] == ["h \u0120e"]
+
+
+def test_chat_template_from_each_place(folder: Path) -> None:
+    assert keys(folder)["tokenizer.chat_template"].startswith("{% for m in messages %}")
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    assert "tokenizer.chat_template" not in keys(folder)
+    write_json(folder / "chat_template.json", {"chat_template": "from json"})
+    assert keys(folder)["tokenizer.chat_template"] == "from json"
+    (folder / "chat_template.jinja").write_text("from jinja")
+    assert keys(folder)["tokenizer.chat_template"] == "from jinja"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    found = keys(folder)
+    assert found["tokenizer.chat_template"] == "from jinja"
+    assert found["tokenizer.chat_template.tool_use"] == "tools"
+    assert found["tokenizer.chat_templates"] == ["tool_use"]
+
+
+def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+
+    def refused(match: str, **values: Any) -> None:
+        write_json(path, tokenizer | values)
+        with pytest.raises(BadTokenizer, match=match):
+            keys(folder)
+
+    refused("holds a Unigram model", model={"type": "Unigram", "vocab": []})
+    refused("none of the patterns known", pre_tokenizer={"type": "Split", "pattern": {"Regex": r"\w+"}})
+    refused("none of the patterns known", pre_tokenizer={"type": "Whitespace"})
+    refused("vocab_size = 320", added_tokens=[{"id": 320, "content": "x"}])
+    refused("not in the form expected", added_tokens=[{"id": 3}])
+    refused("no list of merges", model={"type": "BPE", "vocab": {"a": 0}})
+    path.unlink()
+    with pytest.raises(BadTokenizer, match=r"no tokenizer\.json"):
+        keys(folder)
+
+
+@pytest.mark.parametrize("arch", ["qwen35", "qwen3next"])
+def test_llama_cpp_makes_the_ids_of_the_checkpoints_tokenizer(arch: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = make_checkpoint(tmp_path, arch, "tied" if arch == "qwen35" else "tiled")
+    main = convert(folder, tmp_path / "out", "F32").main
+    model = llama_cpp.Llama(str(main), vocab_only=True, verbose=False)
+    own = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert model.tokenize(TEXT.encode(), add_bos=False, special=True) == own.encode(TEXT).ids
+    model.close()
