@@ -155,6 +155,23 @@ class Session:
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
         return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, ignore_eos=True))
 
+    def time_rows(self, tokens: Sequence[int], n_rows: int, repeats: int) -> list[float]:
+        """For benchmarks: seconds of each of `repeats` decodes of `n_rows` rows, all of them output; the first is warm-up.
+
+        The rows are `tokens`, over and over, behind what the session holds; its next prompt starts anew.
+
+        Raises:
+            PromptError: a token outside the vocabulary.
+            SessionError: more rows than a verification here has; the session is closed, or generating elsewhere.
+        """
+        self._check_prompt(list(tokens))
+        if not 1 <= n_rows <= self.depth + 1:
+            raise SessionError(f"{n_rows} rows in a decode: this session has 1 to {self.depth + 1}")
+        self._end_current()
+        with self._compute() as native:
+            self._history = None
+            return list(native.time_rows(list(tokens), n_rows, repeats))
+
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
         self._cancelled.set()

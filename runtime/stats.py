@@ -49,6 +49,17 @@ class Stats:
             self._drafted_at[i] += 1
             self._accepted_at[i] += i < n_accepted
 
+    def include(self, other: Stats) -> None:
+        """Adds the counts and seconds of another generation."""
+        for name in ("n_prompt", "n_reused", "n_rounds", "n_tokens", "n_drafted", "n_accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("prompt_s", "generate_s", "draft_s", "verify_s", "accept_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for counts, others in ((self._drafted_at, other._drafted_at), (self._accepted_at, other._accepted_at)):
+            counts.extend([0] * (len(others) - len(counts)))
+            for i, n in enumerate(others):
+                counts[i] += n
+
     @property
     def accepted_per_position(self) -> list[float]:
         """Of the drafts made at each position, the share that stood."""

@@ -92,6 +92,10 @@ NB_MODULE(_native, m) {
         .def("first", &Session::first, "chooser"_a, no_gil)
         .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, no_gil)
         .def("keep", &Session::keep, "n"_a)
+        .def("time_rows", &Session::time_rows, "tokens"_a, "n_rows"_a, "repeats"_a, no_gil)
+        .def(
+            "rewind", [](Session & self, int32_t n_standing) { self.target().rewind(n_standing); }, "n_standing"_a,
+            "For tests: takes positions back; refuses what the target's memory cannot do.")
         .def(
             "logits",
             [](Session & self, int32_t row) {

@@ -79,6 +79,23 @@ void Session::keep(int32_t n) {
     block_.resize(n + 1);
 }
 
+std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, int32_t n_rows, int32_t repeats) {
+    if (tokens.empty()) throw std::invalid_argument("time_rows of no tokens");
+    std::vector<double> seconds;
+    std::vector<llama_token> rows(size_t(std::max(n_rows, 0)));
+    size_t next = 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+        for (llama_token & row : rows) row = tokens[next++ % tokens.size()];
+        if (target_.n_past() + n_rows > target_.n_ctx()) target_.clear();
+        target_.settle();
+        auto mark = std::chrono::steady_clock::now();
+        target_.decode(rows.data(), n_rows, Outputs::all);
+        target_.logits(0);  // waits for the backend
+        seconds.push_back(seconds_since(mark));
+    }
+    return seconds;
+}
+
 void Session::observe_block() {
     if (drafter_ && !block_.empty()) {
         drafter_->observe(block_pos_, block_.data(), drafter_->needs_hidden_rows() ? target_.hidden_rows() : nullptr,

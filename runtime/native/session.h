@@ -45,6 +45,11 @@ class Session {
     Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
     void keep(int32_t n);
 
+    // For benchmarks: the seconds of each of `repeats` decodes of n_rows of `tokens` (in their order, over and over), all
+    // rows output, as a verification decodes them. One width in a row, so that llama.cpp re-uses its graph: the first
+    // one builds it. Follows the sequence as it stands; begins a new one where the context ends. Only clear() may follow.
+    std::vector<double> time_rows(const std::vector<llama_token> & tokens, int32_t n_rows, int32_t repeats);
+
     llama_token last() const { return last_; }
     int32_t n_past() const { return target_.n_past(); }
     Target & target() { return target_; }
