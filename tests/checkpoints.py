@@ -157,28 +157,28 @@ def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
     )  # fmt: skip
 
 
-def listing(path: Path) -> dict[str, dict[str, Any]]:
-    """A GGUF file as JSON: each tensor's type, shape and hash (the values of `ssm_a`), each key's type and value or hash."""
+def listing(path: Path) -> dict[str, dict[str, str]]:
+    """A GGUF file in words: of each tensor type, shape and hash (of `ssm_a` the values), of each key type and value."""
     header = read_header(path)
-    tensors: dict[str, Any] = {}
+    tensors = {}
     for name, info in sorted(header.tensors.items()):
         data = header.tensor_bytes(name).tobytes()
-        tensors[name] = f"{info.type_name} {'x'.join(map(str, info.shape))} {sha256(data).hexdigest()[:16]}"
+        digest = sha256(data).hexdigest()[:16]
         if name.endswith("ssm_a"):
-            tensors[name] = [float(value) for value in np.frombuffer(data, np.float32)]
-    keys = {name: [str(header.key_types[name]), _plain(value)] for name, value in sorted(header.keys.items())}
+            digest = " ".join(str(float(value)) for value in np.frombuffer(data, np.float32))
+        tensors[name] = f"{info.type_name} {'x'.join(map(str, info.shape))} {digest}"
+    keys = {}
+    for name, value in sorted(header.keys.items()):
+        kinds = " of ".join(kind.name for kind in header.key_types[name])
+        keys[name] = f"{kinds} {_words(value)}"
     return {"tensors": tensors, "keys": keys}
 
 
-def _plain(value: Any) -> Any:
+def _words(value: Any) -> str:
     if isinstance(value, (bool, int, float, str)):
-        return value
-    values = [v if isinstance(v, str) else v.item() for v in value]
-    return (
-        values
-        if len(values) < 16
-        else f"{len(values)} values {sha256(json.dumps(values).encode()).hexdigest()[:16]}"
-    )
+        return json.dumps(value)
+    text = json.dumps([v if isinstance(v, str) else v.item() for v in value])
+    return text if len(text) < 100 else f"{len(value)} values {sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _byte_letters() -> list[str]:

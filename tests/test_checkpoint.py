@@ -90,7 +90,7 @@ def test_dtypes_are_widened(tmp_path: Path) -> None:
         for name in ("bf16", "f64"):
             assert checkpoint.tensors[name].rows(1, 4).dtype == np.float32
             np.testing.assert_array_equal(checkpoint.tensors[name].rows(1, 4), exact[1:4].astype(np.float32))
-        with pytest.raises(UnsupportedModel, match="ids in model.safetensors is I64"):
+        with pytest.raises(UnsupportedModel, match=r"ids in model\.safetensors is I64"):
             checkpoint.tensors["ids"].rows(0, 1)
 
 

@@ -38,7 +38,7 @@ def test_files_equal_the_peers(variant: tuple[str, Path], kind: str, tmp_path: P
         assert ours["keys"] == with_our_differences(theirs["keys"], ours["keys"])
 
 
-def assert_equal_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def assert_equal_tensors(ours: dict[str, str], theirs: dict[str, str]) -> None:
     """Byte for byte; -exp(A_log) within one unit in the last place, since numpy's and torch's exp differ."""
     rounded = {name for name in theirs if name.endswith("ssm_a")}
     assert ours.keys() == theirs.keys()
@@ -46,16 +46,24 @@ def assert_equal_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         n: v for n, v in theirs.items() if n not in rounded
     }
     for name in rounded:
-        np.testing.assert_array_max_ulp(np.float32(ours[name]), np.float32(theirs[name]), maxulp=1)
+        (mine, other) = (
+            [np.float32(value) for value in listed[name].split()[2:]] for listed in (ours, theirs)
+        )
+        np.testing.assert_array_max_ulp(np.array(mine), np.array(other), maxulp=1)
 
 
-def with_our_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+def with_our_differences(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
     """The peer's keys, with ours added and without a list of recurrent layers that says what the interval says."""
     expected = theirs | {name: value for name, value in ours.items() if name.startswith("sidecar.")}
-    arch = theirs["general.architecture"][1]
-    interval = theirs[f"{arch}.full_attention_interval"][1]
-    n_layers = theirs[f"{arch}.block_count"][1] - theirs.get(f"{arch}.nextn_predict_layers", [None, 0])[1]
-    recurrent = theirs.get(f"{arch}.attention.recurrent_layers", [None, None])[1]
-    if recurrent and recurrent[:n_layers] == [(i + 1) % interval != 0 for i in range(n_layers)]:
+
+    def value(name: str, default: Any = None) -> Any:
+        return (
+            json.loads(theirs[name].split(" ", 1)[1].removeprefix("of BOOL ")) if name in theirs else default
+        )
+
+    arch = value("general.architecture")
+    n_layers = value(f"{arch}.block_count") - value(f"{arch}.nextn_predict_layers", 0)
+    regular = [(i + 1) % value(f"{arch}.full_attention_interval") != 0 for i in range(n_layers)]
+    if value(f"{arch}.attention.recurrent_layers", [])[:n_layers] == regular:
         del expected[f"{arch}.attention.recurrent_layers"]
     return expected

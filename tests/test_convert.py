@@ -1,0 +1,477 @@
+"""Converting: cases that broke other tools (shared cases 1 to 9), names, keys, bad input, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import (
+    Array,
+    make_checkpoint,
+    random_values,
+    tiny_config,
+    tiny_tensors,
+    write_json,
+    write_safetensors,
+)
+from click.testing import CliRunner
+
+from llama_sidecar.converter import ConvertResult, convert, writer
+from llama_sidecar.converter.errors import (
+    BadConfig,
+    BadShard,
+    MissingShard,
+    NoHead,
+    NotACheckpoint,
+    NotEnoughSpace,
+    OutputExists,
+    OutputFailed,
+    TensorMismatch,
+    UnknownType,
+    UnsupportedModel,
+)
+from llama_sidecar.scripts.convert import command
+from llama_sidecar.sidecars import GGUFHeader, check_pair, identify, open_main, open_sidecar, read_header
+
+
+def f32(path: Path | None, name: str) -> Array:
+    assert path
+    header = read_header(path)
+    return np.frombuffer(header.tensor_bytes(name).tobytes(), np.float32).reshape(
+        header.tensors[name].shape[::-1]
+    )
+
+
+def header_of(path: Path | None) -> GGUFHeader:
+    assert path
+    return read_header(path)
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.rglob("*")) if folder.exists() else []
+
+
+def shards(folder: Path, parts: dict[str, dict[str, Array]], listed: dict[str, str] | None = None) -> None:
+    """Replaces the single file by these, with an index of `listed`, or of everything."""
+    (folder / "model.safetensors").unlink()
+    for file, tensors in parts.items():
+        write_safetensors(folder / file, tensors)
+    everything = {name: file for file, tensors in parts.items() for name in tensors}
+    write_json(folder / "model.safetensors.index.json", {"weight_map": listed or everything})
+
+
+def split(tensors: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The trunk's tensors and the head's."""
+    head = {name: t for name, t in tensors.items() if name.startswith("mtp.")}
+    return {name: t for name, t in tensors.items() if name not in head}, head
+
+
+def assert_loads(path: Path | None, load_mtp: bool = False) -> None:
+    """Stock llama.cpp reads the file with all its tensors."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    params = llama_cpp.llama_model_default_params()
+    params.load_mtp = load_mtp
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    assert model
+    llama_cpp.llama_model_free(model)
+
+
+# The cases.
+
+
+def test_1_head_is_found_where_the_config_says_nothing(tmp_path: Path) -> None:
+    config = tiny_config("qwen35", "tied")
+    del config["mtp_num_hidden_layers"]
+    result = convert(make_checkpoint(tmp_path, config=config), tmp_path / "out")
+    assert result.sidecar and result.warnings == []
+    assert result.n_head_tensors == 15 == len(split(tiny_tensors("qwen35", "tied"))[1])
+    assert header_of(result.sidecar).keys["qwen35.nextn_predict_layers"] == 1
+
+
+def test_2_config_promises_a_head_that_is_not_there(tmp_path: Path) -> None:
+    trunk, _ = split(tiny_tensors("qwen35", "tied"))
+    folder = make_checkpoint(tmp_path, tensors=trunk)
+    result = convert(folder, tmp_path / "out")
+    header = header_of(result.main)
+    assert result.sidecar is None and result.kind is None and result.n_head_tensors == 0
+    assert "mtp_num_hidden_layers = 1" in result.warnings[0]
+    assert header.keys["qwen35.block_count"] == 4 and "qwen35.nextn_predict_layers" not in header.keys
+    assert_loads(result.main)
+    for types in ({"sidecar_type": "Q8_0"}, {"main_type": None}):
+        with pytest.raises(NoHead, match=r"no tensor in any of its files is called mtp\.\*"):
+            convert(folder, tmp_path / "other", **types)
+    run = CliRunner().invoke(
+        command, [str(folder), "--out", str(tmp_path / "other"), "--sidecar-type", "Q8_0"]
+    )
+    assert run.exit_code != 0 and not (tmp_path / "other").exists()
+
+
+def test_3_head_in_a_shard_that_the_index_does_not_list(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    trunk, head = split(tiny_tensors("qwen35", "tied"))
+    parts = {"model-00001-of-00001.safetensors": trunk, "model-mtp-of-00005.safetensors": head}
+    shards(folder, parts, listed=dict.fromkeys(trunk, "model-00001-of-00001.safetensors"))
+    result = convert(folder, tmp_path / "out")
+    assert result.n_head_tensors == 15
+    assert [w for w in result.warnings if "model-mtp-of-00005.safetensors" in w]
+
+
+def test_4_head_in_a_file_of_another_name_that_the_index_lists(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    trunk, head = split(tiny_tensors("qwen35", "tied"))
+    shards(folder, {"model-00001-of-00001.safetensors": trunk, "mtp.safetensors": head})
+    result = convert(folder, tmp_path / "out")
+    assert result.n_head_tensors == 15 and result.warnings == []
+
+
+def test_5_stray_single_file_beside_indexed_shards(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    tensors = tiny_tensors("qwen35", "tied")
+    shards(folder, {"model-00001-of-00001.safetensors": tensors})
+    write_safetensors(folder / "model.safetensors", {name: t[:1] for name, t in tensors.items()})
+    result = convert(folder, tmp_path / "out", "F32")
+    assert [w for w in result.warnings if w.startswith("model.safetensors is ignored")]
+    assert header_of(result.main).tensors["token_embd.weight"].shape == (64, 320)
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant"), [("qwen35", "tied"), ("qwen35moe", "single"), ("qwen3next", "tiled")]
+)
+def test_6_zero_centred_norms_become_ones(arch: str, variant: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(arch, variant)
+    for name, tensor in tensors.items():
+        if (name.endswith("norm.weight") and "linear_attn" not in name) or "pre_fc_norm" in name:
+            tensors[name] = np.zeros_like(tensor)
+    result = convert(
+        make_checkpoint(tmp_path, arch, variant, tensors=tensors), tmp_path / "out", "F32", "F32"
+    )
+    names = []
+    for path in (result.main, result.sidecar):
+        for name in header_of(path).tensors:
+            if re.search(r"(norm|enorm|hnorm)\.weight$", name) and "ssm_norm" not in name:
+                names.append(name)
+                assert (f32(path, name) == 1).all(), name
+    assert {n.split(".", 2)[2] for n in names if n.startswith("blk.4.")} == {
+        "attn_norm.weight", "post_attention_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight",
+        "nextn.enorm.weight", "nextn.hnorm.weight", "nextn.shared_head_norm.weight",
+    }  # fmt: skip
+    kept = tensors["model.layers.0.linear_attn.norm.weight"]
+    np.testing.assert_array_equal(f32(result.main, "blk.0.ssm_norm.weight"), kept)
+
+
+def test_7_fp8_trunk_with_a_bf16_head(tmp_path: Path) -> None:
+    tensors: dict[str, Array] = {}
+    for name, tensor in tiny_tensors("qwen35", "tied").items():
+        if name.startswith("mtp.") or tensor.ndim != 2 or "embed_tokens" in name:
+            tensors[name] = tensor
+        else:
+            blocks = (-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 16))
+            tensors[name] = (tensor.astype(np.float32) * 400).astype(ml_dtypes.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = np.full(blocks, 2**-9, np.float32)
+    config = tiny_config("qwen35", "tied") | {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [16, 16],
+            "modules_to_not_convert": ["mtp.fc"],
+        }
+    }
+    folder = make_checkpoint(tmp_path, tensors=tensors, config=config)
+    result = convert(folder, tmp_path / "out", "F32", "BF16")
+    assert result.n_head_tensors == 15
+    for name, source in {"nextn.eh_proj": "mtp.fc", "attn_q": "mtp.layers.0.self_attn.q_proj"}.items():
+        stored = header_of(result.sidecar).tensor_bytes(f"blk.4.{name}.weight").tobytes()
+        assert stored == tensors[f"{source}.weight"].tobytes()
+    up = tensors["model.layers.0.mlp.up_proj.weight"].astype(np.float32) * np.float32(2**-9)
+    np.testing.assert_array_equal(f32(result.main, "blk.0.ffn_up.weight"), up)
+
+
+def test_8_tied_embeddings_and_an_output_that_is_missing(tmp_path: Path) -> None:
+    for tie, n_warnings in ((True, 0), (False, 1)):
+        config = tiny_config("qwen35", "tied") | {"tie_word_embeddings": tie}
+        folder = make_checkpoint(tmp_path, config=config, name=f"tie-{tie}")
+        result = convert(folder, tmp_path / "out", "F32")
+        assert len([w for w in result.warnings if "lm_head.weight" in w]) == n_warnings
+        for path in (result.main, result.sidecar):
+            assert "output.weight" not in header_of(path).tensors
+        logits = _logits(result.main)
+        assert np.isfinite(logits).all() and np.ptp(logits) > 0
+    both = make_checkpoint(tmp_path, variant="untied")
+    assert "output.weight" in header_of(convert(both, tmp_path / "out", "F32").sidecar).tensors
+
+
+def _logits(path: Path | None) -> Array:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model = llama_cpp.Llama(str(path), n_ctx=32, n_threads=1, verbose=False, logits_all=True)
+    model.eval([1, 2, 3])
+    logits = np.array(model.scores[:3])
+    model.close()
+    return logits
+
+
+def test_9_every_unplaced_missing_and_misshapen_tensor_is_listed_first(tmp_path: Path) -> None:
+    tensors = tiny_tensors("qwen35", "tied")
+    tensors |= {
+        "mtp.strange.weight": tensors["mtp.fc.weight"],
+        "mtp.layers.0.odd.bias": tensors["mtp.norm.weight"],
+    }
+    del tensors["mtp.norm.weight"], tensors["model.layers.2.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:32]
+    folder = make_checkpoint(tmp_path, tensors=tensors)
+    with pytest.raises(TensorMismatch) as error:
+        convert(folder, tmp_path / "out")
+    for part in (
+        "missing: layers.2.mlp.up_proj.weight, mtp.norm.weight",
+        "mtp.strange.weight (model.safetensors), mtp.layers.0.odd.bias (model.safetensors)",
+        "model.norm.weight [32] instead of [64]",
+    ):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+# Names and keys.
+
+
+def test_both_files_load_in_stock_llama_cpp_and_belong_together(tmp_path: Path) -> None:
+    result = convert(make_checkpoint(tmp_path), tmp_path / "out")
+    assert result.main and result.sidecar
+    assert_loads(result.main)
+    assert_loads(result.sidecar, load_mtp=True)
+    assert check_pair(open_main(result.main), open_sidecar(result.sidecar)).status == "verified"
+    assert identify(read_header(result.main)).role == "main"
+    assert (
+        result.main_bytes == result.main.stat().st_size
+        and result.sidecar_bytes == result.sidecar.stat().st_size
+    )
+
+
+def test_fingerprints_do_not_depend_on_types_and_differ_between_models(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    main = open_main(str(convert(folder, tmp_path / "a", "BF16").main))
+    sidecar = open_sidecar(str(convert(folder, tmp_path / "b", "Q4_0", "F16").sidecar))
+    assert check_pair(main, sidecar).status == "verified"
+    tuned = tiny_tensors("qwen35", "tied")
+    name = "model.embed_tokens.weight"
+    tuned[name] = tuned[name] + ml_dtypes.bfloat16(0.125)
+    other = open_main(str(convert(make_checkpoint(tmp_path, tensors=tuned, name="t"), tmp_path / "c").main))
+    assert other.trunk == main.trunk and other.rows != main.rows
+
+
+def test_names_come_from_the_folder_the_cache_or_the_option(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "models--org--Tiny-0.1B" / "snapshots", name="6ec57f84c680d3a3778b")
+    result = convert(folder, tmp_path / "out", "F16")
+    assert files_in(tmp_path / "out") == ["Tiny-0.1B-F16.gguf", "mtp-Tiny-0.1B-Q8_0.gguf"]
+    assert header_of(result.main).keys["general.name"] == "Tiny 0.1B"
+    named = convert(folder, tmp_path / "named", name="My mtp-model/2", main_type="F16")
+    assert files_in(tmp_path / "named") == ["My-mtp_model-2-F16.gguf", "mtp-My-mtp_model-2-Q8_0.gguf"]
+    assert header_of(named.main).keys["general.name"] == "My mtp-model/2"
+
+
+def test_generation_config_becomes_sampling_keys(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    write_json(
+        folder / "generation_config.json",
+        {
+            "temperature": 1,
+            "top_k": 20,
+            "top_p": 0.95,
+            "min_p": None,
+            "repetition_penalty": 1.5,
+            "do_sample": True,
+        },
+    )
+    header = header_of(convert(folder, tmp_path / "out").main)
+    found = {name: value for name, value in header.keys.items() if name.startswith("general.sampling.")}
+    assert found == {
+        "general.sampling.temp": 1.0,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": pytest.approx(0.95),
+        "general.sampling.penalty_repeat": 1.5,
+    }
+    kinds = [header.key_types[name][0].name for name in ("general.sampling.temp", "general.sampling.top_k")]
+    assert kinds == ["FLOAT32", "INT32"]
+
+
+def test_sidecar_alone_and_default_types(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, variant="untied")
+    result = convert(folder, tmp_path / "out", None)
+    assert (
+        result.main is None
+        and result.main_bytes == 0
+        and files_in(tmp_path / "out") == ["mtp-tiny-qwen35-untied-Q8_0.gguf"]
+    )
+    types = {name: info.type_name for name, info in header_of(result.sidecar).tensors.items()}
+    assert types["token_embd.weight"] == types["output.weight"] == "Q4_0"
+    assert types["blk.4.attn_q.weight"] == "Q8_0" and types["blk.4.nextn.enorm.weight"] == "F32"
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    first, second = convert(folder, tmp_path / "a"), convert(folder, tmp_path / "b")
+    assert first.main and second.main and first.main.read_bytes() == second.main.read_bytes()
+
+
+# Bad input and bad luck: one clear line, and nothing left behind.
+
+
+def test_broken_checkpoints(tmp_path: Path) -> None:
+    def refused(kind: type[Exception], match: str, folder: Path, **options: Any) -> None:
+        with pytest.raises(kind, match=match) as error:
+            convert(folder, tmp_path / "out", **options)
+        assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+    refused(NotACheckpoint, "does not exist", tmp_path / "nowhere")
+    good = make_checkpoint(tmp_path)
+    refused(UnknownType, "'Q3_K'", good, main_type="Q3_K")
+    config = tiny_config("qwen35", "tied")
+    for name, (edit, kind, match) in {
+        "arch": (
+            {"architectures": ["GPT2LMHeadModel"]},
+            UnsupportedModel,
+            "expected one of Qwen3_5ForCausalLM",
+        ),
+        "no-arch": ({"architectures": []}, BadConfig, "names no architecture"),
+        "layers": ({"num_hidden_layers": 5, "layer_types": None}, TensorMismatch, "hold 4 layers"),
+        "types": ({"layer_types": ["full_attention"] * 4}, TensorMismatch, "layers 0, 1, 2"),
+        "text": ({"hidden_size": "64"}, BadConfig, "hidden_size = '64'"),
+    }.items():
+        refused(kind, match, make_checkpoint(tmp_path, config=config | edit, name=name))
+    del config["linear_num_key_heads"]
+    refused(BadConfig, "no 'linear_num_key_heads'", make_checkpoint(tmp_path, config=config, name="absent"))
+
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    write_json(good / "model.safetensors.index.json", index)
+    refused(MissingShard, "model-00002-of-00002.safetensors", good)
+    (good / "model.safetensors.index.json").unlink()
+    os.truncate(good / "model.safetensors", (good / "model.safetensors").stat().st_size - 1)
+    refused(BadShard, "is truncated", good)
+
+
+def test_existing_files_are_refused_and_kept_without_force(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+    out.mkdir()
+    target = out / "mtp-tiny-qwen35-tied-Q8_0.gguf"
+    target.write_text("mine")
+    with pytest.raises(OutputExists, match=r"mtp-tiny-qwen35-tied-Q8_0\.gguf"):
+        convert(folder, out)
+    assert files_in(out) == [target.name] and target.read_text() == "mine"
+    assert convert(folder, out, force=True).sidecar == target and target.stat().st_size > 4
+
+
+def test_too_small_a_disk_is_noticed_before_any_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(writer, "_write_data", lambda *_: pytest.fail("data was written"))
+    with pytest.raises(NotEnoughSpace, match="the files need"):
+        convert(make_checkpoint(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(errno.ENOSPC, NotEnoughSpace), (errno.EIO, OutputFailed)], ids=["full", "broken"]
+)
+def test_disk_that_fills_up_leaves_nothing(
+    code: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.os, "pwrite", _fail_after(20, OSError(code, os.strerror(code)), os.pwrite))
+    with pytest.raises(expected) as error:
+        convert(make_checkpoint(tmp_path), tmp_path / "new" / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
+def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int, name: str) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        convert(make_checkpoint(tmp_path), out, progress=interrupt)
+    assert files_in(out) == []
+
+
+def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputFailed, match="cannot be written"):
+        convert(make_checkpoint(tmp_path), tmp_path / "file")
+
+
+def _fail_after(n: int, error: BaseException, function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = iter(range(n))
+
+    def call(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+# The command, and what it must not import.
+
+
+def test_command_ends_with_the_line_to_paste(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "my models"
+    run = CliRunner().invoke(command, [str(folder), "--out", str(out)], catch_exceptions=False)
+    assert run.exit_code == 0
+    assert run.output.splitlines()[-1] == f"llama-sidecar chat '{out}/tiny-qwen35-tied-Q8_0.gguf'"
+    run = CliRunner().invoke(
+        command, [str(folder), "--out", str(out), "--force", "--json"], catch_exceptions=False
+    )
+    found = json.loads(run.stdout)
+    assert (
+        found["schema"] == 1
+        and found["kind"] == "mtp"
+        and found["sidecar"].endswith("mtp-tiny-qwen35-tied-Q8_0.gguf")
+    )
+    assert found.keys() == {"schema", *ConvertResult.__dataclass_fields__}
+
+
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    convert(make_checkpoint(tmp_path), tmp_path / "out", progress=lambda *call: calls.append(call))
+    done = [call[0] for call in calls]
+    assert done == sorted(done) and done[-1] == calls[-1][1] and len({call[1] for call in calls}) == 1
+
+
+def test_converting_imports_neither_torch_nor_the_runtime_nor_llama_cpp(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    program = (
+        "import sys\n"
+        "from llama_sidecar.converter import convert\n"
+        f"convert({str(folder)!r}, {str(tmp_path / 'out')!r})\n"
+        "print(sorted({'torch', 'llama_cpp', 'llama_sidecar.runtime'} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_values_that_move_are_where_they_should_be(tmp_path: Path) -> None:
+    """One value head of each tensor that is regrouped, checked by hand rather than against the peer."""
+    tensors = tiny_tensors(
+        "qwen35", "tied"
+    )  # 2 key heads, 4 value heads of 16: stored 00 01 10 11, written 00 10 01 11
+    result = convert(make_checkpoint(tmp_path, tensors=tensors), tmp_path / "out", "F32")
+    stored = {
+        n.split("linear_attn.")[1]: t.astype(np.float32) for n, t in tensors.items() if "layers.1.linear" in n
+    }
+    qkv = f32(result.main, "blk.1.attn_qkv.weight")
+    np.testing.assert_array_equal(qkv[:64], stored["in_proj_qkv.weight"][:64])
+    np.testing.assert_array_equal(qkv[80:96], stored["in_proj_qkv.weight"][96:112])
+    np.testing.assert_array_equal(
+        f32(result.main, "blk.1.ssm_out.weight")[:, 16:32], stored["out_proj.weight"][:, 32:48]
+    )
+    np.testing.assert_allclose(
+        f32(result.main, "blk.1.ssm_a"), -np.exp(stored["A_log"][[0, 2, 1, 3]]), rtol=1e-6
+    )
+    assert random_values("x", (1,)) == random_values("x", (1,))
