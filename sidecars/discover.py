@@ -157,9 +157,8 @@ def choose(main: MainFile, candidates: Iterable[Candidate], spec_type: str = AUT
         if wanted is None:
             return None
         raise _not_there(main, wanted, candidates)
-    orders = {id(sidecar): _order(main, sidecar, match) for sidecar, match in eligible}
-    best = min(orders.values())
-    leading = [(sidecar, match) for sidecar, match in eligible if orders[id(sidecar)] == best]
+    best = min(_order(main, sidecar, match) for sidecar, match in eligible)
+    leading = [(sidecar, match) for sidecar, match in eligible if _order(main, sidecar, match) == best]
     if len({base_name(sidecar.path) for sidecar, _ in leading}) == 1:  # quantisations of one sidecar
         nearest = min(_type_distance(main, sidecar) for sidecar, _ in leading)
         leading = [(sidecar, match) for sidecar, match in leading if _type_distance(main, sidecar) == nearest]

@@ -18,7 +18,6 @@ TARGET_LAYERS = "{arch}.target_layers"
 TARGET_HIDDEN_SIZE = "{arch}.target_hidden_size"
 BLOCK_SIZE = "{arch}.block_size"
 
-TOKENIZER_MODEL = "tokenizer.ggml.model"
 TOKENS = "tokenizer.ggml.tokens"
 MASK_TOKEN_ID = "tokenizer.ggml.mask_token_id"
 
@@ -34,6 +33,8 @@ FINGERPRINT_ROWS = "sidecar.fingerprint.rows"
 TOKEN_EMBD = "token_embd.weight"
 OUTPUT = "output.weight"
 OUTPUT_NORM = "output_norm.weight"
+FC = "fc.weight"  # the main model's layer inputs -> the drafter's width
+D2T = "d2t"  # (n_draft_vocab,) the main model's token id of each row of a drafter's own output
 FIRST_ATTN_NORM = "blk.0.attn_norm.weight"
 NEXTN_EH_PROJ = "blk.{i}.nextn.eh_proj.weight"
 NEXTN_ENORM = "blk.{i}.nextn.enorm.weight"

@@ -77,6 +77,12 @@ def target_layers(header: GGUFHeader) -> list[int]:
     return layers
 
 
+def n_draft_vocab(header: GGUFHeader) -> int:
+    """Return how many tokens a drafter with a head of its own can draft: those in `d2t`, or all of its vocabulary."""
+    d2t = header.tensors.get(keys.D2T)
+    return d2t.n_elements if d2t else len(header.strings(keys.TOKENS))
+
+
 def check_tensors(
     header: GGUFHeader, required: Mapping[str, Shape | None], optional: Mapping[str, Shape] | None = None
 ) -> None:

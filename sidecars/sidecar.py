@@ -128,9 +128,12 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
     header = read_model(path)
     identity = identify(header)
     if identity.role != "sidecar" or identity.kind is None:
-        raise errors.NotASidecar(
-            f"{path}: this is {identity} ({header.arch}), not a sidecar; give the sidecar, or none"
+        advice = (
+            "it needs no sidecar"
+            if identity.kind
+            else "give a file that llama-sidecar convert made beside it"
         )
+        raise errors.NotASidecar(f"{path}: this is {identity} ({header.arch}), not a sidecar; {advice}")
     kind = KINDS[identity.kind]
     version = header.uint(keys.FORMAT, default=keys.FORMAT_VERSION)
     if version != keys.FORMAT_VERSION:

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
-from llama_sidecar.sidecars.kind import Kind, Shape, Target, check_tensors, n_blocks, target_layers
+from llama_sidecar.sidecars.kind import (
+    Kind,
+    Shape,
+    Target,
+    check_tensors,
+    n_blocks,
+    n_draft_vocab,
+    target_layers,
+)
 
 ARCH = "dflash"
 MARKOV_W1 = "markov_w1.weight"  # its presence makes the file a DSpark drafter
-D2T = "d2t"
 
 
 def is_sidecar(header: GGUFHeader) -> bool:
@@ -23,13 +30,14 @@ def check(header: GGUFHeader) -> None:
     header.uint(keys.MASK_TOKEN_ID)
     width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
     required: dict[str, Shape | None] = {
-        "fc.weight": (len(target_layers(header)) * width, width),
+        keys.FC: (len(target_layers(header)) * width, width),
         "enc.output_norm.weight": (width,),
         keys.OUTPUT_NORM: (width,),
         **{f"blk.{i}.attn_norm.weight": (width,) for i in range(n_blocks(header))},
     }
-    n_draft_vocab = header.tensors[D2T].n_elements if D2T in header.tensors else n_vocab
-    check_tensors(header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab)})
+    check_tensors(
+        header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab(header))}
+    )
 
 
 def target(header: GGUFHeader) -> Target:

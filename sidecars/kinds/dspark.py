@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
-from llama_sidecar.sidecars.kind import Kind, check_tensors
+from llama_sidecar.sidecars.kind import Kind, check_tensors, n_draft_vocab
 from llama_sidecar.sidecars.kinds import dflash
 
 
@@ -18,9 +18,10 @@ def is_sidecar(header: GGUFHeader) -> bool:
 def check(header: GGUFHeader) -> None:
     dflash.check(header)
     n_vocab = len(header.strings(keys.TOKENS))
-    n_draft_vocab = header.tensors[dflash.D2T].n_elements if dflash.D2T in header.tensors else n_vocab
     rank = header.tensors[dflash.MARKOV_W1].shape[0]
-    check_tensors(header, {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab)})
+    check_tensors(
+        header, {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab(header))}
+    )
 
 
 KIND = Kind(

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
-from llama_sidecar.sidecars.kind import Kind, Shape, Target, check_tensors, n_blocks, target_layers
+from llama_sidecar.sidecars.kind import (
+    Kind,
+    Shape,
+    Target,
+    check_tensors,
+    n_blocks,
+    n_draft_vocab,
+    target_layers,
+)
 
 ARCH = "eagle3"
 N_TARGET_LAYERS = 3
-D2T = "d2t"
 
 
 def is_sidecar(header: GGUFHeader) -> bool:
@@ -28,15 +35,16 @@ def check(header: GGUFHeader) -> None:
     width, target_width = header.uint(keys.EMBEDDING_LENGTH), header.uint(keys.TARGET_HIDDEN_SIZE)
     n_vocab = len(header.strings(keys.TOKENS))
     required: dict[str, Shape | None] = {
-        "fc.weight": (N_TARGET_LAYERS * target_width, width),
+        keys.FC: (N_TARGET_LAYERS * target_width, width),
         keys.OUTPUT_NORM: (width,),
     }
     for i in range(n_blocks(header)):
         required[f"blk.{i}.attn_norm.weight"] = (width,)
         required[f"blk.{i}.attn_norm_2.weight"] = (width,)
         required[f"blk.{i}.ffn_norm.weight"] = (width,)
-    n_draft_vocab = header.tensors[D2T].n_elements if D2T in header.tensors else n_vocab
-    check_tensors(header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab)})
+    check_tensors(
+        header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab(header))}
+    )
 
 
 def target(header: GGUFHeader) -> Target:
