@@ -1,0 +1,48 @@
+# Everything a clone needs, from set-up to a green test run. Settings that can be given on the command line:
+#   PYTHON=python3.12        the Python that .venv is made with (3.10 or newer)
+#   GPU=cuda|vulkan|metal    build llama-cpp-python for a GPU (stays so until GPU=cpu)
+#   CMAKE_ARGS, CC, CXX, CFLAGS, CXXFLAGS    are passed on to that build
+
+PYTHON ?= $(shell .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
+GPU =
+SETUP = @command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.10 or newer, or name one: make PYTHON=..." >&2; exit 1; }; \
+	$(PYTHON) scripts/dev/setup_venv.py --gpu "$(GPU)"
+
+# OpenMP threads spin at every barrier, and starve on a busy machine; a short spin costs nothing. The user's own settings win.
+ifndef OMP_WAIT_POLICY
+GOMP_SPINCOUNT ?= 1000
+export GOMP_SPINCOUNT
+endif
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help demo test format wheel clean
+.NOTPARALLEL:
+
+help: ## List the targets (the default)
+	@echo "llama-sidecar: a draft head for your model, and what it gains you"
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 | /p' Makefile | while IFS='|' read -r target text; do printf '%-14s%s\n' "$$target" "$$text"; done
+	@echo "The first run of demo or test compiles llama-cpp-python (4 to 8 minutes on 2 cores); later runs re-use .venv."
+
+demo: ## Set up, then convert the embedded model, chat and measure
+	$(SETUP)
+	@.venv/bin/llama-sidecar demo
+
+test: ## Set up, then check format, lint and types, and run all tests
+	$(SETUP)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy -p llama_sidecar.converter -p llama_sidecar.sidecars -p llama_sidecar.runtime -p llama_sidecar.scripts
+	.venv/bin/pytest
+
+format: ## Format the code and mend what the linter can
+	$(SETUP) --tools-only
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+wheel: ## Build the wheel into dist/
+	$(SETUP)
+	@ls -l dist/*.whl
+
+clean: ## Remove .venv and all that was built
+	rm -rf .venv .build dist .mypy_cache .ruff_cache .pytest_cache
+	find converter sidecars runtime scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
