@@ -110,7 +110,8 @@ class Tensor:
                 f"{self.name} in {self.file} is {self.dtype}, and no {self.name}_scale_inv is there"
             )
         if self.scale_block is None:
-            return rows * self.scale.reshape(-1)[0]
+            rows *= self.scale.reshape(-1)[0]
+            return rows
         block_rows, block_cols = self.scale_block
         matrix, row = np.divmod(np.arange(start, stop), self.shape[-2])
         scales = self.scale.reshape(-1, self.scale.shape[-1])[
@@ -322,7 +323,7 @@ def _entry(value: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
 
 def _pread_from(fd: int, base: int, path: Path) -> Callable[[int, U8], None]:
     def read_into(offset: int, buffer: U8) -> None:
-        view = memoryview(buffer)
+        view = buffer.data
         while view:
             n = os.preadv(fd, [view], base + offset)
             if n == 0:

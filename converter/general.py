@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import yaml
 
 from llama_sidecar.converter.checkpoint import Checkpoint
 from llama_sidecar.sidecars.kinds import KINDS
@@ -66,7 +65,7 @@ def _model_card(folder: Path) -> dict[str, Any]:
     """The front matter of README.md; {} where there is none that can be used, as it only describes."""
     try:
         return dict(gguf.Metadata.load_model_card(folder))
-    except (OSError, ValueError, yaml.YAMLError):
+    except Exception:  # whatever its YAML is: a README only describes
         return {}
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.checkpoint import Tensor
 from llama_sidecar.converter.errors import TensorMismatch
 from llama_sidecar.converter.families import Family, Layout, Placement
-from llama_sidecar.converter.quantize import GGMLType, Recipe, encode, row_bytes
+from llama_sidecar.converter.quantize import Recipe, encode, row_bytes
 from llama_sidecar.sidecars import keys
 
 U8 = npt.NDArray[np.uint8]

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
+from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.errors import MissingDependency, UnknownType
 from llama_sidecar.sidecars import keys
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
-GGMLType = GGMLQuantizationType
 
 TYPES = {
     "F32": LlamaFileType.ALL_F32,
@@ -93,7 +93,7 @@ def _fitting(kind: GGMLType, n_cols: int) -> GGMLType:
 def row_bytes(kind: GGMLType, n_cols: int) -> int:
     """The size of one row of `n_cols` values."""
     block, size = GGML_QUANT_SIZES[kind]
-    return n_cols // block * size
+    return int(n_cols // block * size)
 
 
 def encode(rows: F32, kind: GGMLType) -> U8:

@@ -140,7 +140,7 @@ def _special_ids(
     added: Mapping[int, tuple[str, bool]], settings: Mapping[str, Any], checkpoint: Checkpoint
 ) -> dict[str, Key]:
     """Special tokens by tokenizer_config.json's texts, else by config.json's ids."""
-    by_text = {text: index for index, (text, _) in reversed(added.items())}
+    by_text = {text: index for index, (text, _) in sorted(added.items(), reverse=True)}
     root = checkpoint.json("config.json")
     keys: dict[str, Key] = {}
     for name, gguf_name in SPECIAL.items():

@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 import pytest
 from checkpoints import random_values
+from gguf import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.errors import MissingDependency, UnknownType
-from llama_sidecar.converter.quantize import GGMLType, encode, main_recipe, row_bytes, sidecar_recipe
+from llama_sidecar.converter.quantize import encode, main_recipe, row_bytes, sidecar_recipe
 
 MATRIX = (64, 256)
 
@@ -78,7 +79,8 @@ def test_without_llama_cpp_block_types_say_what_to_install() -> None:
     program = (
         "import importlib.util; importlib.util.find_spec = lambda name: None\n"
         "import numpy as np\n"
-        "from llama_sidecar.converter.quantize import GGMLType, encode\n"
+        "from gguf import GGMLQuantizationType as GGMLType\n"
+        "from llama_sidecar.converter.quantize import encode\n"
         "assert encode(np.ones((1, 32), np.float32), GGMLType.BF16).shape == (1, 64)\n"
         "encode(np.ones((1, 32), np.float32), GGMLType.Q8_0)"
     )

@@ -93,7 +93,8 @@ def _head_dim(config: Config) -> int:
 
 
 def plus_one(rows: F32) -> F32:
-    return rows + np.float32(1)
+    one_more: F32 = rows + np.float32(1)
+    return one_more
 
 
 def minus_exp(rows: F32) -> F32:
@@ -118,7 +119,8 @@ def value_rows(config: Config, unit: int, offset: int = 0) -> tuple[range, ...]:
 
 def tile_columns(rows: F32, n_k: int, n_v: int) -> F32:
     """(n, n_k * r * head) with value heads grouped by key head -> the same tiled."""
-    return rows.reshape(len(rows), n_k, n_v // n_k, -1).swapaxes(1, 2).reshape(rows.shape)
+    tiled: F32 = rows.reshape(len(rows), n_k, n_v // n_k, -1).swapaxes(1, 2).reshape(rows.shape)
+    return tiled
 
 
 # Tensors.
