@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from types import ModuleType
+from typing import cast
 
 from . import _native
 from .errors import LibraryError
@@ -41,7 +42,9 @@ def _bind() -> ModuleType:
         import llama_cpp
         from llama_cpp import llama_cpp as module
     except ImportError as error:
-        raise LibraryError(f"llama-cpp-python is not installed ({error}); pip install llama-cpp-python ({tested})") from error
+        raise LibraryError(
+            f"llama-cpp-python is not installed ({error}); pip install llama-cpp-python ({tested})"
+        ) from error
     except (OSError, RuntimeError, AttributeError) as error:
         raise LibraryError(f"llama-cpp-python does not load: {error} ({tested})") from error
     found = f"found llama-cpp-python {llama_cpp.__version__}, {tested}"
@@ -53,7 +56,7 @@ def _bind() -> ModuleType:
     if problem:
         raise LibraryError(f"{problem}; {found}")
     module.llama_backend_init()
-    return module
+    return cast(ModuleType, module)
 
 
 def _layout_problem(module: ModuleType) -> str | None:
@@ -76,7 +79,11 @@ def _layout_problem(module: ModuleType) -> str | None:
         }
     except AttributeError as error:
         return f"llama-cpp-python's structs lack a field: {error}"
-    wrong = [f"{name} is {found!r} instead of {expected!r}" for name, (found, expected) in facts.items() if found != expected]
+    wrong = [
+        f"{name} is {found!r} instead of {expected!r}"
+        for name, (found, expected) in facts.items()
+        if found != expected
+    ]
     return "llama.cpp's structs are laid out otherwise: " + ", ".join(wrong) if wrong else None
 
 

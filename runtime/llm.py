@@ -84,7 +84,9 @@ def load(
         ...     print(model.generate("def main():", max_tokens=32).read())
     """
     if not 1 <= depth <= MAX_DEPTH:
-        raise LoadError(f"depth {depth} is not between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)")
+        raise LoadError(
+            f"depth {depth} is not between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)"
+        )
     settings = Settings(
         gpu_layers=gpu_layers,
         device=device,
@@ -133,7 +135,12 @@ class Model:
     """Loaded weights, immutable and shareable; made by `load()`. Close it, or use it in a `with` statement."""
 
     def __init__(
-        self, main: MainFile, sidecar: Sidecar | None, speculation: Speculation, settings: Settings, depth: int
+        self,
+        main: MainFile,
+        sidecar: Sidecar | None,
+        speculation: Speculation,
+        settings: Settings,
+        depth: int,
     ) -> None:
         self.main = main
         self.speculation = speculation
@@ -154,8 +161,12 @@ class Model:
             undo.callback(self.weights.close)
             self.head_weights = self.weights
             if sidecar is not None:
-                on_gpu = placement.ALL_LAYERS if self.gpu_layers else 0  # the drafter goes where the output goes
-                self.head_weights = Weights(sidecar.path, with_head=True, n_gpu_layers=on_gpu, device=settings.device)
+                on_gpu = (
+                    placement.ALL_LAYERS if self.gpu_layers else 0
+                )  # the drafter goes where the output goes
+                self.head_weights = Weights(
+                    sidecar.path, with_head=True, n_gpu_layers=on_gpu, device=settings.device
+                )
                 undo.callback(self.head_weights.close)
             self.vocab = Vocab(self.weights.model)
             self._weights: contextlib.ExitStack | None = undo.pop_all()
@@ -193,7 +204,9 @@ class Model:
         if self._weights is None:
             raise SessionError("the model is closed")
         if spec_type not in (None, "none", "auto"):
-            raise LoadError(f"spec_type {spec_type!r} of a session is neither 'none' nor 'auto': the model's is {self.kind}")
+            raise LoadError(
+                f"spec_type {spec_type!r} of a session is neither 'none' nor 'auto': the model's is {self.kind}"
+            )
         wanted = self.depth if depth is None else depth
         if not 0 <= wanted <= MAX_DEPTH:
             raise LoadError(f"depth {wanted} is not between 0 and {MAX_DEPTH}")
@@ -235,7 +248,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _own_session(self) -> Session:

@@ -22,8 +22,28 @@ from .library import llama
 DEFAULT_CTX = 8192
 ALL_LAYERS = 999
 GPU_RESERVE_BYTES = 512 << 20  # compute buffers, the desktop, and what other programs take meanwhile
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
-CACHE_BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 20,
+}
+CACHE_BITS = {
+    "f32": 32,
+    "f16": 16,
+    "bf16": 16,
+    "q8_0": 8.5,
+    "q5_1": 6,
+    "q5_0": 5.5,
+    "q4_1": 5,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+}
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 
 
@@ -41,7 +61,9 @@ def default_threads() -> int:
         return max(1, len(cores))
     if platform.system() == "Darwin":
         try:
-            out = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True, timeout=5)
+            out = subprocess.run(
+                ["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True, timeout=5
+            )
             return max(1, int(out.stdout))
         except (OSError, ValueError, subprocess.TimeoutExpired):
             pass
@@ -91,10 +113,19 @@ def gpus() -> list[Gpu]:
 def device_list(names: str) -> Any:
     """llama.cpp's NULL-terminated device array for `CUDA0,CUDA1` (or `none`). Raises LoadError that lists what there is."""
     ggml = _ggml()
-    devices = [] if names == "none" else [ggml.ggml_backend_dev_by_name(n.strip().encode()) for n in names.split(",")]
+    devices = (
+        []
+        if names == "none"
+        else [ggml.ggml_backend_dev_by_name(n.strip().encode()) for n in names.split(",")]
+    )
     if not all(devices):
-        known = [ggml.ggml_backend_dev_name(ggml.ggml_backend_dev_get(i)) for i in range(ggml.ggml_backend_dev_count())]
-        raise LoadError(f"device {names!r} is unknown (there are: {', '.join(n.decode() for n in known)}, none)")
+        known = [
+            ggml.ggml_backend_dev_name(ggml.ggml_backend_dev_get(i))
+            for i in range(ggml.ggml_backend_dev_count())
+        ]
+        raise LoadError(
+            f"device {names!r} is unknown (there are: {', '.join(n.decode() for n in known)}, none)"
+        )
     return (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
 
 
@@ -115,7 +146,11 @@ def _ggml() -> ctypes.CDLL:
         ("ggml_backend_dev_by_name", pointer, [ctypes.c_char_p]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
-        ("ggml_backend_dev_memory", None, [pointer, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)]),
+        (
+            "ggml_backend_dev_memory",
+            None,
+            [pointer, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)],
+        ),
     ):
         function = getattr(ggml, name)
         function.restype, function.argtypes = restype, argtypes
@@ -147,7 +182,9 @@ def n_gpu_layers(
     if sum(per_layer) + sum(state) + rest + drafter_bytes <= room:
         return ALL_LAYERS
     n = 0
-    for weights, cells in zip(reversed(per_layer), reversed(state), strict=True):  # llama.cpp offloads the last layers
+    for weights, cells in zip(
+        reversed(per_layer), reversed(state), strict=True
+    ):  # llama.cpp offloads the last layers
         room -= weights + cells
         if room < 0:
             break
@@ -161,14 +198,20 @@ def layer_state_bytes(main: GGUFHeader, *, n_ctx: int, cache_bits: float, n_slot
 
     def scalar(key: str, default: int) -> int:
         value = keys.get(f"{arch}.{key}", default)
-        return max(int(v) for v in value) if isinstance(value, list) or hasattr(value, "__len__") else int(value)
+        return (
+            max(int(v) for v in value) if isinstance(value, list) or hasattr(value, "__len__") else int(value)
+        )
 
     n_embd = scalar("embedding_length", 0)
     n_head = max(1, scalar("attention.head_count", 1))
-    head = scalar("attention.key_length", n_embd // n_head) + scalar("attention.value_length", n_embd // n_head)
+    head = scalar("attention.key_length", n_embd // n_head) + scalar(
+        "attention.value_length", n_embd // n_head
+    )
     kv = int(n_ctx * scalar("attention.head_count_kv", n_head) * head * cache_bits / 8)
     inner = scalar("ssm.inner_size", 0)
-    conv = (scalar("ssm.conv_kernel", 1) - 1) * (inner + 2 * scalar("ssm.group_count", 0) * scalar("ssm.state_size", 0))
+    conv = (scalar("ssm.conv_kernel", 1) - 1) * (
+        inner + 2 * scalar("ssm.group_count", 0) * scalar("ssm.state_size", 0)
+    )
     recurrent = 4 * (inner * scalar("ssm.state_size", 0) + conv) * (1 + n_slots)
     n_layers = scalar("block_count", 0)
     return [recurrent if f"blk.{i}.ssm_out.weight" in main.tensors else kv for i in range(n_layers)]

@@ -43,7 +43,9 @@ class Sampling:
         """
         chosen = replace(self, **{name: value for name, value in options.items() if value is not None})
         rules: dict[str, bool] = {
-            f"temperature {chosen.temperature} is not a number of at least 0": not (0 <= chosen.temperature < math.inf),
+            f"temperature {chosen.temperature} is not a number of at least 0": not (
+                0 <= chosen.temperature < math.inf
+            ),
             f"top_k {chosen.top_k} is negative": chosen.top_k < 0,
             f"top_p {chosen.top_p} is not between 0 and 1": not 0 < chosen.top_p <= 1,
             f"min_p {chosen.min_p} is not between 0 and 1": not 0 <= chosen.min_p <= 1,

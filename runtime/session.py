@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import PromptError, SessionError
-from .sampling import Chooser, Sampling, address, make_chooser
+from .sampling import Chooser, address, make_chooser
 from .stats import Stats
 from .vocab import TextStream
 from .weights import Settings, free_context, make_draft_context, make_target_context
@@ -149,7 +149,9 @@ class Session:
         """
         return self.generate(self.model.vocab.chat_tokens(messages), **options)
 
-    def generate_synthetic(self, prompt: Sequence[int], *, p_accept: float, max_tokens: int, seed: int = 0) -> Generation:
+    def generate_synthetic(
+        self, prompt: Sequence[int], *, p_accept: float, max_tokens: int, seed: int = 0
+    ) -> Generation:
         """For benchmarks: each draft stands by a coin toss of probability `p_accept`. The text is meaningless."""
         self._check_prompt(list(prompt))
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
@@ -202,7 +204,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # Inside
@@ -216,7 +220,9 @@ class Session:
         if not tokens:
             raise PromptError("the prompt is empty")
         if len(tokens) > self.n_ctx:
-            raise PromptError(f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten it or raise --ctx")
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten it or raise --ctx"
+            )
         bad = next((t for t in tokens if not 0 <= t < self.model.vocab.n_tokens), None)
         if bad is not None:
             raise PromptError(f"token id {bad} is outside the vocabulary of {self.model.vocab.n_tokens}")
@@ -225,7 +231,9 @@ class Session:
         me = threading.get_ident()
         if self._current is not None and not self._current.finished and self._owner != me:
             request.chooser.close()
-            raise SessionError("the session is generating in another thread: make a second session for a second text")
+            raise SessionError(
+                "the session is generating in another thread: make a second session for a second text"
+            )
         self._end_current()
         self._cancelled.clear()
         self._owner = me
@@ -315,7 +323,7 @@ class Generation(Iterator[str]):
         self.finish_reason = self.finish_reason or reason
         self._request.chooser.close()
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         session, request, stats = self._session, self._request, self.stats
         history = [*request.tokens]
         try:
@@ -356,8 +364,9 @@ class Generation(Iterator[str]):
     def _take(self, tokens: list[int]) -> tuple[int, str]:
         """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""
         request, vocab = self._request, self._session.model.vocab
-        shown = ""
-        for n_used, token in enumerate(tokens, 1):
+        shown, n_used = "", 0
+        for token in tokens:
+            n_used += 1
             if vocab.is_eog(token) and not request.ignore_eos:
                 self._finish("stop")
                 break

@@ -55,7 +55,10 @@ class Stats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("prompt_s", "generate_s", "draft_s", "verify_s", "accept_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for counts, others in ((self._drafted_at, other._drafted_at), (self._accepted_at, other._accepted_at)):
+        for counts, others in (
+            (self._drafted_at, other._drafted_at),
+            (self._accepted_at, other._accepted_at),
+        ):
             counts.extend([0] * (len(others) - len(counts)))
             for i, n in enumerate(others):
                 counts[i] += n

@@ -38,7 +38,9 @@ class Turns:
             self._pass_on()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pass_on()
 
     def _pass_on(self) -> None:

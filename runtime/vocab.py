@@ -79,7 +79,7 @@ class Vocab:
                 eos_token=self._spelling(self._lib.llama_vocab_eos(self._vocab)),
                 bos_token=self._spelling(self._lib.llama_vocab_bos(self._vocab)),
             )
-            return str(formatter(messages=[dict(m) for m in messages]).prompt)  # type: ignore[misc]
+            return str(formatter(messages=[dict(m) for m in messages]).prompt)
         except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
             raise PromptError(f"the file's chat template failed: {error}") from error
 

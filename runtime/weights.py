@@ -151,6 +151,8 @@ def _make(weights: Weights, params: Any, role: str) -> Any:
 def _reason() -> str:
     """llama.cpp's last complaint, without its function-name prefix."""
     lines = "".join(_log).splitlines()
-    complaints = [line for line in lines if re.search(r"error|fail|cannot|unable|missing|unknown|require", line, re.I)]
+    complaints = [
+        line for line in lines if re.search(r"error|fail|cannot|unable|missing|unknown|require", line, re.I)
+    ]
     specific = [c for c in complaints if "failed to load model" not in c]
     return re.sub(r"^\w+: ", "", (specific or complaints or lines or ["it gave no reason"])[-1].strip())

@@ -7,6 +7,7 @@ vocabulary is the 256 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,11 @@ class Pair:
 
 def byte_tokens() -> list[str]:
     """The 256 byte tokens in GPT-2's printable spelling, in byte order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     spelled = {byte: chr(byte) for byte in printable}
     for byte in range(256):
         spelled.setdefault(byte, chr(256 + len(spelled) - len(printable)))
@@ -42,11 +47,13 @@ def write_pair(
     recurrent: bool = True,
     seed: int = 0,
     type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    tokens: list[str] | None = None,
+    edit: Callable[[dict[str, np.ndarray]], None] | None = None,
+    sidecar_padding: int = 0,
 ) -> Pair:
     """Writes `main.gguf` and `mtp-main.gguf` with random weights of one seed.
 
-    `recurrent` makes every layer but each fourth a gated-delta layer; without it all layers are attention.
+    `recurrent` makes every layer but each fourth a gated-delta layer; without it all layers are attention. `edit` may
+    change the tensors before they are written. `sidecar_padding` rows with the largest logits follow the sidecar's own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -109,6 +116,8 @@ def write_pair(
     for name in ("enorm", "hnorm", "shared_head_norm"):
         vector(f"blk.{layers}.nextn.{name}.weight", np.ones(N_EMBD))
     head = [name for name in tensors if name not in trunk]
+    if edit is not None:
+        edit(tensors)
 
     def write(path: Path, names: list[str], n_heads: int) -> Path:
         out = gguf.GGUFWriter(path, arch)
@@ -149,15 +158,23 @@ def write_pair(
         out.add_float32(f"{arch}.rope.freq_base", 10000.0)
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("qwen35")
-        out.add_token_list(tokens or byte_tokens())
-        out.add_token_types([1] * N_VOCAB)
+        padding = sidecar_padding if n_heads else 0
+        out.add_token_list(byte_tokens() + [f"[PAD{N_VOCAB + i}]" for i in range(padding)])
+        out.add_token_types([1] * N_VOCAB + [5] * padding)
         out.add_token_merges(["Ġ Ġ"])
         out.add_eos_token_id(0)
         out.add_add_bos_token(False)
         out.add_name("tiny")
         for name in names:
             data = tensors[name]
-            if type != gguf.GGMLQuantizationType.F32 and data.ndim > 1 and "conv1d" not in name and "gate_inp" not in name:
+            if name == "token_embd.weight" and padding:
+                data = np.concatenate([data, np.tile(8 * data.mean(axis=0) + 8 * data[:1], (padding, 1))])
+            if (
+                type != gguf.GGMLQuantizationType.F32
+                and data.ndim > 1
+                and "conv1d" not in name
+                and "gate_inp" not in name
+            ):
                 out.add_tensor(name, gguf.quants.quantize(data, type), raw_dtype=type)
             else:
                 out.add_tensor(name, data)

@@ -25,6 +25,7 @@ Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
 void Session::clear() {
     target_.clear();
     block_.clear();
+    n_emitted_ = 0;
     last_ = -1;
     if (drafter_) drafter_->begin();
 }
@@ -34,6 +35,7 @@ void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
     block_pos_ = target_.n_past();
     target_.decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
     block_ = tokens;
+    n_emitted_ = 0;
 }
 
 llama_token Session::first(Chooser & chooser) {
@@ -64,18 +66,20 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
     round.n_accepted = accept(target_, round.drafts, chooser, ignore_eog, round.tokens);
     block_.resize(1);
     block_.insert(block_.end(), round.tokens.begin(), round.tokens.end());
-    keep(int32_t(round.tokens.size()));
+    n_emitted_ = int32_t(round.tokens.size());
+    keep(n_emitted_);
     round.accept_s = seconds_since(mark);
     return round;
 }
 
 void Session::keep(int32_t n) {
     // block_ is the last token of the round before, then what this round emitted: the final one is not decoded yet.
-    if (n < 1 || n >= int32_t(block_.size())) {
-        throw std::logic_error("keep(" + std::to_string(n) + ") of " + std::to_string(block_.size()) + " tokens");
+    if (n < 1 || n > n_emitted_) {
+        throw std::logic_error("keep(" + std::to_string(n) + ") of " + std::to_string(n_emitted_) + " emitted tokens");
     }
     target_.rewind(block_pos_ + n);
     last_ = block_[n];
+    n_emitted_ = n;
     block_.resize(n + 1);
 }
 

@@ -64,6 +64,7 @@ class Session {
     // The last decode as far as the drafter has not seen it: its rows lie in the target's buffers until the next one.
     std::vector<llama_token> block_;
     int32_t block_pos_ = 0;
+    int32_t n_emitted_ = 0;  // of block_, behind its first token: what the last step emitted
 };
 
 }  // namespace sidecar

@@ -76,15 +76,18 @@ class Mtp final : public Drafter {
     void choose_hidden_rows() {
         api().set_embeddings_nextn(ctx_, true, true);
         if (n_batch_ < 2) return;  // one row at a time: there is nothing to confuse
-        begin();
-        push(0);
-        decode(false);
-        push(1);
+        const auto push_both = [this](bool apart) {
+            begin();
+            carry_.assign(n_embd_, 1.0f);
+            push(0);
+            if (apart) decode(false);
+            for (size_t i = 0; i < n_embd_; i += 2) carry_[i] = -1.0f;  // the two cells must differ in either input
+            push(1);
+        };
+        push_both(true);
         const float * row = hidden_row(decode(true));
         const std::vector<float> alone(row, row + n_embd_);
-        begin();
-        push(0);
-        push(1);
+        push_both(false);
         const float * together = hidden_row(decode(true));
         double distance = 0.0, size = 0.0;
         for (size_t i = 0; i < n_embd_; ++i) {

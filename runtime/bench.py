@@ -1,0 +1,390 @@
+"""What speculation gains on this machine: plain and speculative runs in turns, and the costs that bound the gain.
+
+Plain and speculative sessions of one model take turns in one process, so that whatever slows the machine slows both. A
+pair is one prompt on each of them; figures are medians over pairs. Between pairs the target decodes batches of every
+width, which gives v(n) = time of n rows / time of 1 row: with L tokens a round at depth k, no drafter however cheap can
+gain more than L / v(k+1). Knows nothing of terminals; where the figures come from is provenance.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from .errors import LoadError, PromptError
+from .llm import Model
+from .prompts import Prompt, prompts_hash
+from .provenance import provenance
+from .session import Generation, Session
+from .stats import Stats
+
+MIN_PAIRS = 5
+MIN_TOKENS = 16  # a budget shortens the texts to this before it drops a pair
+MIN_TIMED_TOKENS = 8  # a text that ends earlier has no speed worth naming
+N_WIDTH_DECODES = 4  # decodes of each width between two pairs, the first of them warm-up
+
+Progress = Callable[[int, int], None]
+
+
+def p_accept(length: float, depth: int) -> float:
+    """The coin that gives a mean accepted length: p with 1 + p + ... + p^depth = length (llama-server's definition).
+
+    Raises:
+        PromptError: no coin gives it.
+
+    >>> round(p_accept(3.0, 3), 4)
+    0.8106
+    """
+    if not 1 <= length <= depth + 1:
+        raise PromptError(
+            f"a mean accepted length of {length} is not between 1 and {depth + 1}, what depth {depth} allows"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(depth + 1)) < length else (low, middle)
+    return (low + high) / 2
+
+
+def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two texts' token ids first differ (one that ends early differs there), or None.
+
+    >>> first_divergence([1, 2, 3], [1, 2, 4]), first_divergence([1], [1, 2]), first_divergence([1], [1])
+    (2, 1, None)
+    """
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt, plain and speculative."""
+
+    prompt: Prompt
+    plain: Generation
+    spec: Generation
+
+    @property
+    def speedup(self) -> float:
+        return self.spec.stats.tok_s / self.plain.stats.tok_s
+
+    @property
+    def divergence(self) -> int | None:
+        """Position in the generated text at which the token ids first differ."""
+        return first_divergence(self.plain.tokens, self.spec.tokens)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Speeds and acceptance of some pairs: medians, the smallest and largest speed-up, acceptance over all rounds."""
+
+    n_pairs: int
+    plain_tok_s: float
+    spec_tok_s: float
+    speedup: float
+    speedup_spread: tuple[float, float]
+    stats: Stats
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Figures:
+        first = pairs[0].spec.stats
+        total = Stats(first.kind, first.speculation, first.why, first.depth)
+        for pair in pairs:
+            total.include(pair.spec.stats)
+        speedups = [pair.speedup for pair in pairs]
+        return cls(
+            n_pairs=len(pairs),
+            plain_tok_s=median(pair.plain.stats.tok_s for pair in pairs),
+            spec_tok_s=median(pair.spec.stats.tok_s for pair in pairs),
+            speedup=median(speedups),
+            speedup_spread=(min(speedups), max(speedups)),
+            stats=total,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "n_pairs": self.n_pairs,
+            "plain_tok_s": self.plain_tok_s,
+            "spec_tok_s": self.spec_tok_s,
+            "speedup": self.speedup,
+            "speedup_spread": list(self.speedup_spread),
+            "mean_accepted_length": self.stats.mean_accepted_length,
+            "accepted_per_position": self.stats.accepted_per_position,
+        }
+
+
+@dataclass
+class Report:
+    """All that was measured. `row_s[n]` are seconds of single decodes of n rows."""
+
+    prompts: Sequence[Prompt]
+    depth: int
+    n: int
+    temperature: float
+    seed: int
+    synthetic_length: float | None
+    source: dict[str, Any] = field(default_factory=dict)
+    pairs: list[Pair] = field(default_factory=list)
+    row_s: dict[int, list[float]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def figures(self) -> Figures:
+        """Over all pairs."""
+        return Figures.of(self.pairs)
+
+    @property
+    def tasks(self) -> dict[str, Figures]:
+        """Task by task."""
+        names = dict.fromkeys(pair.prompt.task for pair in self.pairs)
+        return {name: Figures.of([p for p in self.pairs if p.prompt.task == name]) for name in names}
+
+    @property
+    def v(self) -> list[float]:
+        """v(n) = time of n rows / time of 1 row, for n = 1 .. depth+1."""
+        return [median(seconds) / self.one_row_s for _, seconds in sorted(self.row_s.items())]
+
+    @property
+    def one_row_s(self) -> float:
+        """Seconds of a decode of one row, in the session that verifies."""
+        return median(self.row_s[1])
+
+    @property
+    def draft_step_s(self) -> float:
+        """What one drafted token costs: all of the drafter's time (its catch-up included) over the tokens drafted."""
+        stats = self.figures.stats
+        return stats.draft_s / stats.n_drafted if stats.n_drafted else 0.0
+
+    @property
+    def bound(self) -> float:
+        """The speed-up if drafting and choosing were free: L / v(depth + 1)."""
+        return self.figures.stats.mean_accepted_length / self.v[-1]
+
+    @property
+    def divergence(self) -> dict[str, int] | None:
+        """The first pair whose token ids differ, and where; always None when verification was replaced by coins."""
+        if self.synthetic_length is not None:
+            return None
+        found = ((i, pair.divergence) for i, pair in enumerate(self.pairs))
+        return next(({"pair": i, "token": at} for i, at in found if at is not None), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The published names, ready for `json.dumps`."""
+        figures, bound = self.figures, self.bound
+        stats = figures.stats
+        n_rounds = max(1, stats.n_rounds)
+        synthetic = self.synthetic_length is not None
+        return {
+            "schema": 1,
+            **figures.to_json(),
+            "tokens_equal": None if synthetic else self.divergence is None,
+            "first_divergence": self.divergence,
+            "depth": self.depth,
+            "v": self.v,
+            "row_s": self.one_row_s,
+            "draft_step_s": self.draft_step_s,
+            "c": self.draft_step_s / self.one_row_s,
+            "round_s": {
+                "draft": stats.draft_s / n_rounds,
+                "verify": stats.verify_s / n_rounds,
+                "accept": stats.accept_s / n_rounds,
+            },
+            "bound": bound,
+            "share_of_bound": figures.speedup / bound,
+            "tasks": {name: part.to_json() for name, part in self.tasks.items()},
+            "n": self.n,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "synthetic_length": self.synthetic_length,
+            "prompts": {"n": len(self.prompts), "sha256": prompts_hash(self.prompts)},
+            "warnings": self.warnings,
+            **self.source,
+        }
+
+
+def measure(
+    model: Model,
+    prompts: Sequence[Prompt],
+    *,
+    n: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    budget_s: float | None = None,
+    synthetic_length: float | None = None,
+    progress: Progress = lambda done, total: None,
+    on_pair: Callable[[Pair], None] = lambda pair: None,
+) -> Report:
+    """Runs every prompt plain and speculative in turns, at least five pairs of them, and times the widths between.
+
+    Args:
+        model: with a drafter.
+        prompts: one pair each; fewer than five are gone through again.
+        n: tokens a text.
+        temperature, seed: of both runs of a pair.
+        budget_s: seconds for all of it: texts are shortened, then pairs left out, and the report says so.
+        synthetic_length: coins of this mean accepted length stand in for verification; the text is then meaningless.
+        progress: called with the tokens done and the tokens in all.
+        on_pair: called with each pair when it is done.
+
+    Raises:
+        LoadError: nothing drafts for this model; PromptError: no prompt can be used, or a setting is out of range.
+
+    Example:
+        >>> measure(model, [Prompt("import os\\n", "code")], n=64).figures.speedup      # doctest: +SKIP
+    """
+    if model.kind is None:
+        raise LoadError(
+            f"there is nothing to compare plain decoding with: {model.speculation.why} (--sidecar FILE names one)"
+        )
+    if n < 2:
+        raise PromptError(f"{n} tokens a text are too few to time: at least 2")
+    coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
+    deadline = None if budget_s is None else time.perf_counter() + budget_s
+    report = Report(prompts, model.depth, n, temperature, seed, synthetic_length)
+    usable = _usable(model, prompts, n, report.warnings)
+    report.source = provenance(model)
+    with model.session(spec_type="none") as plain, model.session() as spec:
+        bench = _Bench(
+            report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(usable)), progress=progress
+        )
+        bench.warm_up(usable[0][1])
+        bench.run(usable, on_pair)
+    if not report.pairs:
+        raise PromptError(f"every text ended before {MIN_TIMED_TOKENS} tokens: give other prompts")
+    return report
+
+
+def _usable(
+    model: Model, prompts: Sequence[Prompt], n: int, warnings: list[str]
+) -> deque[tuple[Prompt, list[int]]]:
+    """The prompts' token ids; those that the model cannot take are left out with a warning, all of them an error."""
+    usable: deque[tuple[Prompt, list[int]]] = deque()
+    refused: dict[str, int] = {}
+    for prompt in prompts:
+        try:
+            tokens = prompt.tokens(model)
+            if not tokens:
+                raise PromptError("it is empty")
+            if len(tokens) + n > model.n_ctx:
+                raise PromptError(f"it has more than {model.n_ctx - n} tokens, what --ctx leaves beside -n")
+            usable.append((prompt, tokens))
+        except PromptError as error:
+            refused[str(error)] = refused.get(str(error), 0) + 1
+    if not usable:
+        raise PromptError(f"no prompt can be used: {'; '.join(refused) or 'there is none'}")
+    warnings += [
+        f"prompts left out: {count} of {len(prompts)} ({reason})" for reason, count in refused.items()
+    ]
+    return usable
+
+
+class _Bench:
+    """Two sessions in turns, and a report that fills."""
+
+    def __init__(
+        self,
+        report: Report,
+        plain: Session,
+        spec: Session,
+        coin: float | None,
+        deadline: float | None,
+        *,
+        n_pairs: int,
+        progress: Progress,
+    ) -> None:
+        self._report = report
+        self._plain = plain
+        self._spec = spec
+        self._coin = coin
+        self._deadline = deadline
+        self._n_pairs = n_pairs
+        self._progress = progress
+
+    def warm_up(self, tokens: list[int]) -> None:
+        """Touches all weights and buffers, learns what a pair costs, and shortens the texts to what the budget allows."""
+        report = self._report
+        self._generate(self._plain, tokens, 4)
+        self._generate(self._spec, tokens, 4)
+        self._time_widths(tokens)
+        started = time.perf_counter()
+        runs = [
+            self._generate(session, tokens, min(MIN_TOKENS, report.n))
+            for session in (self._plain, self._spec)
+        ]
+        self._time_widths(tokens)
+        now = time.perf_counter()
+        if self._deadline is None:
+            return
+        token_s = sum(run.stats.generate_s / max(1, len(run.tokens) - 1) for run in runs)
+        other_s = now - started - sum(run.stats.generate_s for run in runs)
+        fitting = ((self._deadline - now) / self._n_pairs - other_s) / token_s if token_s else report.n
+        n = min(report.n, max(MIN_TOKENS, int(fitting)))
+        if n < report.n:
+            report.warnings.append(f"{n} tokens a text instead of {report.n}, to stay within the budget")
+            report.n = n
+
+    def run(self, prompts: deque[tuple[Prompt, list[int]]], on_pair: Callable[[Pair], None]) -> None:
+        """Goes round the prompts until there are enough pairs or no time is left."""
+        report, slowest_s = self._report, 0.0
+        while prompts and len(report.pairs) < self._n_pairs:
+            started = time.perf_counter()
+            if report.pairs and self._deadline is not None and started + slowest_s > self._deadline:
+                report.warnings.append(
+                    f"{len(report.pairs)} pairs instead of {self._n_pairs} fitted into the budget: a larger one tells more"
+                )
+                return
+            prompt, tokens = prompts.popleft()
+            pair = self._pair(prompt, tokens)
+            n_short = min(len(pair.plain.tokens), len(pair.spec.tokens))
+            if n_short < min(MIN_TIMED_TOKENS, report.n):
+                report.warnings.append(
+                    f"a prompt ({prompt.task}) was left out: its text ends after {n_short} tokens"
+                )
+                continue
+            prompts.append((prompt, tokens))
+            for n_rows, seconds in self._time_widths([*tokens, *pair.spec.tokens]).items():
+                report.row_s.setdefault(n_rows, []).extend(seconds)
+            report.pairs.append(pair)
+            on_pair(pair)
+            slowest_s = max(slowest_s, time.perf_counter() - started)
+
+    def _pair(self, prompt: Prompt, tokens: list[int]) -> Pair:
+        """One prompt on both sessions; every other pair begins with the speculative one."""
+        n_before = len(self._report.pairs)
+        order = [self._plain, self._spec] if n_before % 2 == 0 else [self._spec, self._plain]
+        runs = {}
+        for i, session in enumerate(order):
+            n_other = (2 * n_before + i) * self._report.n
+            runs[session] = self._generate(session, tokens, self._report.n, n_other)
+        return Pair(prompt, plain=runs[self._plain], spec=runs[self._spec])
+
+    def _generate(
+        self, session: Session, tokens: list[int], n: int, n_other: int | None = None
+    ) -> Generation:
+        """Runs a text to its end. `n_other` are the tokens of earlier texts, for the progress; None shows none."""
+        report = self._report
+        seed = report.seed + len(report.pairs)
+        if self._coin is not None and session is self._spec:
+            generation = session.generate_synthetic(tokens, p_accept=self._coin, max_tokens=n, seed=seed)
+        else:
+            generation = session.generate(
+                tokens,
+                max_tokens=n,
+                temperature=report.temperature,
+                seed=seed,
+                ignore_eos=self._coin is not None,
+            )
+        for _ in generation:
+            if n_other is not None:
+                self._progress(n_other + len(generation.tokens), 2 * self._n_pairs * report.n)
+        return generation
+
+    def _time_widths(self, tokens: list[int]) -> dict[int, list[float]]:
+        """Seconds of decodes of 1 .. depth+1 rows of a real text (of equal rows a mixture of experts would use few)."""
+        n_rows_max = min(self._spec.depth + 1, self._spec.model.settings.batch)
+        return {n: self._spec.time_rows(tokens, n, N_WIDTH_DECODES)[1:] for n in range(1, n_rows_max + 1)}

@@ -1,0 +1,97 @@
+"""Text in and out: never half a character, never a part of a stop string, templates that fail are the prompt's fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import PairOf
+
+from llama_sidecar.runtime import load
+from llama_sidecar.runtime.vocab import TextStream
+
+
+def shown(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
+    stream = TextStream(stop)
+    texts = []
+    for piece in pieces:
+        texts.append(stream.push(piece))
+        if stream.stopped:
+            break
+    texts.append(stream.finish())
+    return [t for t in texts if t], stream.stopped
+
+
+@pytest.mark.parametrize("text", ["héllo wörld", "日本語のテキスト", "a😀b👩‍👩‍👧c", "\n\t\x00"])
+def test_bytes_one_by_one_give_whole_characters(text: str) -> None:
+    texts, _ = shown([bytes([b]) for b in text.encode()], [])
+    assert "".join(texts) == text
+    assert "\ufffd" not in "".join(texts)
+
+
+def test_broken_utf8_is_replaced_and_not_held_for_ever() -> None:
+    assert shown([b"a\xff", b"b\xe6\x97"], [])[0] == ["a\ufffd", "b", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "stopped"),
+    [
+        ([b"one EN", b"D two"], ["END"], "one ", True),
+        ([b"one EN", b"X two"], ["END"], "one ENX two", False),
+        ([b"aab"], ["aab", "ab"], "", True),
+        ([b"a", b"a", b"b"], ["ab"], "a", True),
+        ([b"xx\n", b"\nyy"], ["\n\n"], "xx", True),
+        ([b"\xe6\x97", b"\xa5\xe6\x9c\xac"], ["日本"], "", True),
+        ([b"abc"], ["", "zz"], "abc", False),
+    ],
+)
+def test_stop_strings(pieces: list[bytes], stop: list[str], text: str, stopped: bool) -> None:
+    texts, did_stop = shown(pieces, stop)
+    assert ("".join(texts), did_stop) == (text, stopped)
+
+
+def test_a_stop_string_ends_a_generation_and_is_not_in_its_text(pair_of: PairOf) -> None:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+        whole = model.generate("hello", max_tokens=40, temperature=0, ignore_eos=True)
+        whole.read()
+        stop = model.vocab.text_of(whole.tokens[20:22])
+        for depth in (0, 3):
+            with model.session(depth=depth) as session:
+                stopped = session.generate("hello", max_tokens=40, temperature=0, ignore_eos=True, stop=stop)
+                pieces = list(stopped)
+            assert stopped.finish_reason == "stop"
+            assert stop not in stopped.text
+            assert "".join(pieces) == stopped.text
+            assert whole.text.startswith(stopped.text)
+
+
+def test_the_end_of_text_token_ends_a_generation(pair_of: PairOf) -> None:
+    """The tiny models' end of text is token 0: the text stops there, also inside an accepted block."""
+    with load(pair_of("T", "Q8_0").main, ctx=256, threads=1) as model:
+        prompt = list(b"hello world, this is a test")
+        free = model.generate(prompt, max_tokens=100, temperature=1.0, seed=5, ignore_eos=True)
+        free.read()
+        assert 0 in free.tokens, "choose another seed"
+        for depth in (0, 3):
+            with model.session(depth=depth) as session:
+                ended = session.generate(prompt, max_tokens=100, temperature=1.0, seed=5)
+                ended.read()
+                assert ended.finish_reason == "stop"
+                assert ended.tokens == free.tokens[: free.tokens.index(0)]
+                assert session._history is not None and session._history[-1] == 0
+
+
+def test_special_tokens_in_a_prompt_and_round_trip(pair_of: PairOf) -> None:
+    with load(pair_of("R").main, ctx=256, threads=1) as model:
+        for text in ("plain", "zwölf Boxkämpfer", " leading and trailing ", "日本"):
+            assert model.vocab.text_of(model.vocab.tokenize(text)) == text
+
+
+def test_the_paths_of_files_may_hold_any_character(tmp_path: Path, pair_of: PairOf) -> None:
+    pair = pair_of("R")
+    folder = tmp_path / "mödels with space"
+    folder.mkdir()
+    (folder / "main.gguf").write_bytes(pair.main.read_bytes())
+    (folder / "mtp-main.gguf").write_bytes(pair.sidecar.read_bytes())
+    with load(folder / "main.gguf", ctx=256, threads=1) as model:
+        assert model.kind == "mtp"
