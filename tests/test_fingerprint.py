@@ -75,7 +75,7 @@ def test_unusable_norms_are_refused() -> None:
     with pytest.raises(ValueError, match="no norms"):
         trunk_fingerprint(TOKENS, {})
     with pytest.raises(ValueError, match="float64"):
-        trunk_fingerprint(TOKENS, {"output_norm.weight": np.ones(4)})
+        trunk_fingerprint(TOKENS, {"output_norm.weight": np.ones(4)})  # type: ignore[dict-item]
 
 
 def test_a_main_model_whose_norms_cannot_be_read_has_no_fingerprint(tmp_path: Path) -> None:
@@ -134,6 +134,6 @@ def test_force_accepts_other_fingerprints_and_nothing_else(tmp_path: Path) -> No
     other = open_sidecar(tiny_gguf.sidecar(tmp_path / "mtp-a.gguf", keys={FINGERPRINT_TRUNK: "0" * 64}))
     match = check_pair(main, other, force=True)
     assert match.status == "unverified" and match.detail.startswith("forced: ")
-    tokens = {"keys": {"tokenizer.ggml.tokens": ["other", *TOKENS[1:]]}}
+    keys = {"tokenizer.ggml.tokens": ["other", *TOKENS[1:]]}
     with pytest.raises(errors.PairMismatch, match="token 0"):
-        check_pair(main, open_sidecar(tiny_gguf.sidecar(tmp_path / "mtp-b.gguf", **tokens)), force=True)
+        check_pair(main, open_sidecar(tiny_gguf.sidecar(tmp_path / "mtp-b.gguf", keys=keys)), force=True)

@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -145,7 +146,14 @@ def test_control_characters_in_a_file_do_not_reach_the_terminal(tmp_path: Path) 
 def test_reads_what_the_writer_wrote(tmp_path: Path) -> None:
     path = tmp_path / "all.gguf"
     writer = gguf.GGUFWriter(path, "qwen35")
-    values = {"uint8": 200, "int8": -3, "uint16": 60000, "int16": -300, "uint32": 1 << 31, "int32": -70000}
+    values: dict[str, Any] = {
+        "uint8": 200,
+        "int8": -3,
+        "uint16": 60000,
+        "int16": -300,
+        "uint32": 1 << 31,
+        "int32": -70000,
+    }
     values |= {"uint64": 1 << 63, "int64": -(1 << 40), "float32": 0.5, "float64": 1e-300, "bool": True}
     for kind, value in values.items():
         getattr(writer, f"add_{kind}")(f"k.{kind}", value)

@@ -153,8 +153,6 @@ def sidecar(
 ) -> Path:
     """A sidecar by its name in SIDECARS, with keys and tensors added or (None) left out."""
     _, arch, base_keys, base_tensors = SIDECARS[name]
-    merged = [
-        {k: v for k, v in (base() | (changes or {})).items() if v is not None}
-        for base, changes in ((base_keys, keys), (base_tensors, tensors))
-    ]
-    return write(path, arch, *merged, type)
+    changed = base_keys() | (keys or {}), base_tensors() | (tensors or {})
+    kept_keys, kept_tensors = ({k: v for k, v in values.items() if v is not None} for values in changed)
+    return write(path, arch, kept_keys, kept_tensors, type)
