@@ -65,7 +65,7 @@ class Session:
         self.kind: str | None = None
         self._open = contextlib.ExitStack()
         self._busy = threading.Lock()
-        self._cancelled = threading.Event()
+        self._cancelled = False
         self._owner: int | None = None
         self._current: Generation | None = None
         self._history: list[int] | None = []
@@ -176,7 +176,7 @@ class Session:
 
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
-        self._cancelled.set()
+        self._cancelled = True  # a plain flag: a signal handler may set it at any moment
 
     # Lifetime
 
@@ -235,7 +235,7 @@ class Session:
                 "the session is generating in another thread: make a second session for a second text"
             )
         self._end_current()
-        self._cancelled.clear()
+        self._cancelled = False
         self._owner = me
         self._current = Generation(self, request)
         return self._current
@@ -335,7 +335,7 @@ class Generation(Iterator[str]):
             session._history = history
             yield self._take([first])[1]
             while not self.finished:
-                if session._cancelled.is_set():
+                if session._cancelled:
                     self._finish("cancelled")
                     break
                 started = time.perf_counter()
@@ -395,7 +395,7 @@ class Generation(Iterator[str]):
             session._history = None
         todo = tokens[self.stats.n_reused :]
         while todo:
-            if session._cancelled.is_set():
+            if session._cancelled:
                 return None
             piece, todo = todo[: session._n_piece], todo[session._n_piece :]
             with session._compute() as native:
