@@ -14,9 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llama_sidecar.sidecars import MainFile, Sidecar, check_pair, discover, open_main, open_sidecar
+from llama_sidecar.sidecars import (
+    MainFile,
+    Sidecar,
+    check_pair,
+    choose,
+    kind_from_name,
+    open_main,
+    open_sidecar,
+    survey,
+)
 
 from . import placement
+from ._native import drafter_kinds
 from .errors import LoadError, SessionError
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session
@@ -25,7 +35,6 @@ from .vocab import Vocab
 from .weights import MAX_DEPTH, Settings, Weights, quiet
 
 DEFAULT_DEPTH = 3
-RUNNABLE_KINDS = ("mtp",)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def load(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
     )
-    main_file = open_main(Path(main))
+    main_file = open_main(main)
     speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
     quiet(verbose)
     return Model(main_file, sidecar_file, speculation, settings, depth)
@@ -106,27 +115,32 @@ def load(
 def _choose_sidecar(
     main: MainFile, sidecar: str | os.PathLike[str] | None, spec_type: str, force: bool
 ) -> tuple[Speculation, Sidecar | None]:
+    wanted = kind_from_name(spec_type) if spec_type != "none" else None
     if spec_type == "none":
         if sidecar is not None:
             raise LoadError(f"spec_type 'none' and the sidecar {sidecar} contradict each other")
         return Speculation(None, None, "it was turned off"), None
-    if sidecar is None:
-        found = discover(main.path, spec_type)
+    if sidecar is not None:
+        opened, why = open_sidecar(sidecar), "it was asked for"
+        if wanted not in (None, opened.kind):
+            raise LoadError(f"{opened.path} is a {opened.kind} sidecar, but {spec_type!r} was asked for")
+    else:
+        candidates = survey(main)
+        found = choose(main, candidates, spec_type)
         if found is None:
-            return Speculation(None, None, f"no sidecar was found beside {main.path.name}"), None
+            reasons = [c.reason for c in candidates if c.sidecar is None]
+            why = f"no sidecar was found beside {main.path.name}"
+            return Speculation(None, None, "; ".join([why, *reasons])), None
         if found.path == main.path:
             return Speculation(found.kind, found.path, found.reason, "embedded"), None
-        opened, why = open_sidecar(found.path), found.reason
-    else:
-        opened, why = open_sidecar(Path(sidecar)), "it was asked for"
-        wanted = spec_type.removeprefix("draft-")
-        if wanted not in ("auto", opened.kind):
-            raise LoadError(f"{opened.path.name} is a {opened.kind} sidecar, but {spec_type!r} was asked for")
-    if opened.kind not in RUNNABLE_KINDS:
-        raise LoadError(
-            f"{opened.path.name} is a {opened.kind} sidecar: this version drafts with {', '.join(RUNNABLE_KINDS)} alone "
-            "(--spec-type none runs without it)"
+        opened, why = open_sidecar(found.path), f"{found.path.name} was found beside it"
+    if opened.kind not in drafter_kinds():
+        missing = (
+            f"{opened.path.name} is a {opened.kind} sidecar, and this version has no {opened.kind} drafter"
         )
+        if sidecar is None and wanted is None:
+            return Speculation(None, None, missing), None
+        raise LoadError(f"{missing} (spec_type 'none' runs without it)")
     match = check_pair(main, opened, force=force)
     return Speculation(opened.kind, opened.path, why, match.status), opened
 
