@@ -1,9 +1,10 @@
-"""The text behind the demo model: the Python standard library's source, its docstrings as prose, both again as chat.
+"""The text behind the demo model: the Python standard library, its docstrings as prose, both again as chat.
 
-Files are taken from the running interpreter, without tests, vendored wheels and generated tables. A file is held out when the
-hash of its path says so (`is_held_out`), so that the split is the same on every machine and in every Python version; nothing
-of a held-out file is in the training text. Also the tokenizer (a byte-level BPE with Qwen3.5's split pattern) and the
-held-out prompts. It knows nothing of models; the text is under the PSF licence.
+Files are taken from the running interpreter, without tests, vendored wheels and generated tables. A file is
+held out when the hash of its path says so (`is_held_out`), so that the split is the same on every machine and
+in every Python version; nothing of a held-out file is in the training text. Also the tokenizer (a byte-level
+BPE with Qwen3.5's split pattern) and the held-out prompts. It knows nothing of models; the text is under the
+PSF licence.
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ def chats(path: str, text: str) -> Iterator[str]:
 def prose(path: str, text: str) -> str:
     """The docstrings of a file as running text."""
     if path == "pydoc_data/topics.py":
-        return "\n\n".join(ast.literal_eval(ast.parse(text).body[0].value).values())  # type: ignore[attr-defined]
+        topics = ast.parse(text).body[0]
+        assert isinstance(topics, ast.Assign), "topics.py is one dictionary"
+        return "\n\n".join(ast.literal_eval(topics.value).values())
     parts = [f"{d.name}\n\n{d.doc}" for d in definitions(text)]
     return "\n\n".join(parts) if sum(map(len, parts)) > 1000 else ""
 
@@ -202,9 +205,9 @@ def encode(tokenizer: Tokenizer, docs: list[Document]) -> list[np.ndarray]:
 
 
 def windows(docs: list[np.ndarray], length: int, seed: int) -> np.ndarray:
-    """The documents in an order drawn from `seed`, joined and cut into rows: (n_windows, length + 1), rows shuffled.
+    """The documents in an order drawn from `seed`, joined and cut into shuffled rows (n_windows, length + 1).
 
-    Consecutive rows of the text overlap by one token, so that every token is predicted once.
+    Rows that follow each other in the text overlap by one token, so that every token is predicted once.
     """
     rng = np.random.default_rng(seed)
     text = np.concatenate([docs[i] for i in rng.permutation(len(docs))])
@@ -215,7 +218,11 @@ def windows(docs: list[np.ndarray], length: int, seed: int) -> np.ndarray:
 
 
 def held_out_prompts(tokenizer: Tokenizer, n_code: int = 24, n_prose: int = 6) -> list[dict[str, str]]:
-    """Prompts of 60 to 110 tokens, cut at line ends: definitions up to the end of the docstring, and beginnings of prose."""
+    """Prompts of 60 to 110 tokens, cut at line ends.
+
+    Code prompts begin with a definition and reach at least to the end of its docstring, prose prompts are the
+    beginning of a docstring. Each has at least as much text after it in its source.
+    """
 
     def fits(text: str) -> bool:
         return 60 <= len(tokenizer.encode(text).ids) <= 110

@@ -1,13 +1,15 @@
-"""A Qwen3.5 text model with its multi-token-prediction (MTP) head, in PyTorch, small and fast enough to train on a CPU.
+"""A Qwen3.5 text model with its multi-token-prediction (MTP) head, in PyTorch, for training on a CPU.
 
-It is equal to `Qwen3_5ForCausalLM` of transformers (`train_demo.py check` compares the logits) plus the MTP block, which
-transformers leaves out; parameter names are those of the published checkpoints. Every sequence is one dense row of
-tokens from position 0: there is no KV cache, no padding mask, no vision part. It knows nothing of files or training.
+It is equal to `Qwen3_5ForCausalLM` of transformers (`train_demo.py check` compares the logits) plus the MTP
+block, which transformers leaves out; parameter names are those of the published checkpoints. Every sequence
+is one dense row of tokens from position 0: there is no KV cache, no padding mask, no vision part. It knows
+nothing of files or training.
 
-The head, at position i, takes the hidden row of position i - 1 and the token of position i, and predicts token i + 1, as the
-trunk does at i. At depth 1 the hidden rows are the trunk's, after its final norm; at depth d > 1 they are the head's own of
-depth d - 1, after `mtp.norm`. A drafter at depth d has seen true hidden rows up to d - 1 positions back and its own since, so
-that is what attention at depth d sees here: `MTP.attend` mixes the keys of the earlier depths accordingly.
+The head, at position i, takes the hidden row of position i - 1 and the token of position i, and predicts
+token i + 1, as the trunk does at i. At depth 1 the hidden rows are the trunk's, after its final norm; at
+depth d > 1 they are the head's own of depth d - 1, after `mtp.norm`. When drafting at depth d, the head's
+cells were made from true hidden rows up to d - 1 positions back, and from its own since: attention at depth d
+sees just that (`MTP.attend`), so that training and drafting agree.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, c: Config) -> Tensor:
-    """Rotary embedding (halves, not pairs) of the first dimensions of x (batch, heads, T, head_dim), positions 0..T-1.
+    """Rotary embedding, by halves, of the first dimensions of x (batch, heads, T, head_dim) at 0..T-1.
 
     The three sections of M-RoPE carry the same position for text, so they do not show.
     """
@@ -105,7 +107,7 @@ def rotate(x: Tensor, c: Config) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed q and k, partial rotary positions and a sigmoid gate on the output."""
+    """Grouped-query attention; q and k normed, partial rotary positions, a sigmoid gate on the output."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (batch, heads, T, head_dim), k and v repeated to the query heads; gate (batch, T, heads * head_dim)."""
+        """q, k, v (batch, heads, T, head_dim), k and v repeated; gate (batch, T, heads * head_dim)."""
         c, (batch, length, _) = self.c, x.shape
         q, gate = self.q_proj(x).view(batch, length, c.num_attention_heads, 2 * c.head_dim).chunk(2, dim=-1)
         k = self.k_proj(x).view(batch, length, c.num_key_value_heads, c.head_dim)
@@ -141,8 +143,9 @@ class Attention(nn.Module):
 def invert_unit_lower(a: Tensor, base: int = 16) -> Tensor:
     """(I + A)^-1 for strictly lower triangular A (..., n, n), n a power of two times `base`.
 
-    Blocks of `base` by the product (I + N)(I + N^2)(I + N^4)..., N = -A, which ends as N is nilpotent; larger blocks would
-    lose digits to the growth of the powers, so they are put together: the lower left of [[P, 0], [C, Q]] is -Q^-1 C P^-1.
+    Blocks of `base` by the product (I + N)(I + N^2)(I + N^4)..., N = -A, which ends as N is nilpotent. In
+    larger blocks the powers grow and cost digits, so these are put together: the lower left of the inverse
+    of [[P, 0], [C, Q]] is -Q^-1 C P^-1.
     """
     n = a.shape[-1]
     if n > base:
@@ -175,11 +178,11 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
-    """The gated delta rule from an empty state, a chunk of tokens at a time (Yang et al. 2024, arXiv:2412.06464).
+    """The gated delta rule from an empty state, by chunks of tokens (Yang et al. 2024, arXiv:2412.06464).
 
-    q, k (batch, heads, T, d_k), v (batch, heads, T, d_v), g (log decay) and beta (batch, heads, T), all F32; T a multiple
-    of `chunk`. Within a chunk the 63 dependent updates are one triangular inverse; between chunks a state
-    (batch, heads, d_k, d_v) is carried.
+    q, k (batch, heads, T, d_k), v (batch, heads, T, d_v), g (log decay) and beta (batch, heads, T), all F32;
+    T a multiple of `chunk`. Within a chunk the updates, each of which needs those before it, are one
+    triangular inverse; between chunks a state (batch, heads, d_k, d_v) is carried.
     """
     batch, heads, length, d_k = q.shape
     split = (batch, heads, length // chunk, chunk)
@@ -304,7 +307,7 @@ class MTP(nn.Module):
         self.pre_fc_norm_hidden = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, embedding: Tensor, hidden: Tensor, depth: int) -> list[Tensor]:
-        """Hidden rows (batch, T, hidden) of depths 1..depth. At depth d the first d - 1 rows have no meaning."""
+        """Hidden rows (batch, T, hidden) of depths 1..depth; at depth d the first d - 1 mean nothing."""
         layer, rows = self.layers[0], []
         embedding = self.pre_fc_norm_embedding(embedding)
         cells: list[tuple[Tensor, Tensor]] = []
@@ -319,13 +322,13 @@ class MTP(nn.Module):
 
     @staticmethod
     def attend(q: Tensor, cells: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention of depth d = len(cells): cells of depth 1 up to position i - d + 1, then one of each later depth."""
+        """Attention of depth d = len(cells): depth 1 cells up to i - d + 1, then one of each later depth."""
         k, v = cells[0]
         if len(cells) == 1:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         depth, length, scale = len(cells), q.shape[2], q.shape[3] ** -0.5
         scores = q @ k.transpose(-1, -2)
-        # the first rows of a deeper pass see no cell of depth 1 and mean nothing; the diagonal keeps them finite
+        # the first rows of a deeper pass see no cell of depth 1; their own cell keeps them finite
         visible = torch.ones(length, length, dtype=torch.bool).tril(1 - depth)
         scores = scores.float().masked_fill(~visible, -1e9)
         own = []
@@ -343,7 +346,7 @@ class MTP(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Trunk and head; parameter names are the checkpoint's (`model.*`, `mtp.*`), the output matrix is the embedding."""
+    """Trunk and head; parameters are named as in a checkpoint, the output matrix is the embedding."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -367,7 +370,7 @@ class DemoModel(nn.Module):
                 p.copy_(step + torch.log(-torch.expm1(-step)))
 
     def hidden(self, tokens: Tensor, depth: int) -> list[Tensor]:
-        """Rows (batch, T, hidden) that predict token i + 1 at position i: the trunk's, then the head's of depths 1..depth."""
+        """Rows (batch, T, hidden) that predict token i + 1 at i: trunk, then head at depths 1..depth."""
         embedding = self.model.embed_tokens(tokens)
         trunk = self.model(embedding)
         return [trunk, *self.mtp(embedding, trunk, depth)] if depth else [trunk]

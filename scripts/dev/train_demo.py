@@ -1,20 +1,25 @@
-"""Trains the demo checkpoint of sidecars/demo: a small Qwen3.5 model with an MTP head, on the standard library's source.
+"""Trains the checkpoint of sidecars/demo: a small Qwen3.5 model with an MTP head, on the standard library.
 
-    train_demo.py train  --run RUN --minutes 100     trains; the same command resumes; a constant rate, then a decay
+    train_demo.py train --run RUN --minutes 100    trains; the same command goes on where it was stopped
+    train_demo.py evaluate --run RUN               acceptance on the held-out prompts
     train_demo.py export --run RUN OUT [--references tests/data/demo_logits.npz]
-    train_demo.py evaluate --run RUN                  acceptance on the held-out prompts
-    train_demo.py check                               compares the model with transformers' Qwen3_5ForCausalLM
+    train_demo.py check                            compares the model with transformers' Qwen3_5ForCausalLM
 
-Trunk and head are trained together: next-token loss plus `--head-weight` times the head's losses at depths 1, 2 and 3, weighted
-1, 0.6, 0.4, on the text's tokens and the head's own hidden rows (demo_model.py). The head's target is half the text's next
-token, half the trunk's own distribution, since agreeing with the trunk is what makes a draft accepted.
+Trunk and head are trained together: next-token loss plus `--head-weight` times the head's losses at depths 1,
+2 and 3, weighted 1, 0.6, 0.4, on the text's tokens and the head's own hidden rows (demo_model.py). The head's
+target is half the text's next token, half the trunk's own distribution: a draft is accepted when it agrees
+with the trunk. The learning rate is constant, then falls over the last fifth of the budget.
 
-References (`--references`, an .npz): `tokens` (n) of a held-out prompt; `trunk` (4, vocab), logits of the trunk at positions
-n-4..n-1; `drafts` (4, 3) and `head` (4, 3, vocab), greedy drafts and the head's logits at depths 1, 2, 3 when drafting from each of those positions p:
-the head's cells 0..p hold (hidden row of p - 1, token of p), cell 0 a hidden row of zeros; cell p gives the depth 1 logits and draft
-1; cell p + 1 holds (the head's own hidden row of cell p, draft 1) and gives depth 2, and so on. F32 arithmetic on the exported BF16 weights.
+References (`--references`) are logits in F32 arithmetic on the exported BF16 weights:
+    tokens (n)               of a held-out prompt
+    trunk  (4, vocab)        the trunk's logits at positions n - 4 .. n - 1
+    drafts (4, 3)            greedy drafts from each of those positions p
+    head   (4, 3, vocab)     the head's logits at depths 1, 2, 3, the first choices of which are the drafts
+When drafting from p, the head's cells 0..p hold (hidden row of i - 1, token of i), with zeros for the row
+before the first; cell p gives draft 1. Cell p + 1 holds (the head's own hidden row of cell p, draft 1) and
+gives draft 2, cell p + 2 likewise draft 3.
 
-Needs torch, safetensors, tokenizers, numpy; `check` needs transformers too. torch.compile needs a C++ compiler.
+Needs torch, safetensors, tokenizers, numpy and a C++ compiler for torch.compile; `check` needs transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ WARMUP_STEPS = 200
 LOG_STEPS, HELD_OUT_STEPS, SAVE_SECONDS = 20, 200, 180
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -62,15 +67,11 @@ def train(args: argparse.Namespace) -> None:
     progress = load_state(args.run, model, optimizer)
     losses = torch.compile(training_losses, dynamic=False)
     weights = torch.tensor([1.0, *(args.head_weight * w for w in DEPTH_WEIGHTS)])
-    if progress.step == 0:
-        log(
-            args.run,
-            f"# {n_parameters(model.model)} trunk + {n_parameters(model.mtp)} head parameters, batch {args.batch} x {LENGTH}",
-        )
-    else:
-        log(
-            args.run, f"# resumed at step {progress.step}; head weight {args.head_weight}, batch {args.batch}"
-        )
+    log(args.run, f"# {n_parameters(model.model)} trunk + {n_parameters(model.mtp)} head parameters")
+    log(
+        args.run,
+        f"# from step {progress.step}: {args.batch} x {LENGTH} tokens, head weight {args.head_weight}",
+    )
 
     last_save = last_log = time.monotonic()
     while (part := spent(progress, args)) < 1.0:
@@ -86,14 +87,12 @@ def train(args: argparse.Namespace) -> None:
         if progress.step > 1:  # the first one compiles
             progress.seconds += min(now - started, 10.0)
         if progress.step % LOG_STEPS == 0:
-            speed = LOG_STEPS * args.batch * LENGTH / (now - last_log)
+            step_tokens, rate = args.batch * LENGTH, optimizer.param_groups[0]["lr"]
+            done = f"step {progress.step:5d}  {progress.step * step_tokens / 1e6:6.2f} M tokens"
+            speed = f"{LOG_STEPS * step_tokens / (now - last_log):.0f} tok/s"
+            state = f"lr {rate:.2e}  loss {numbers(by_depth)}  norm {norm:.2f}"
+            log(args.run, f"{done}  {progress.seconds / 60:5.1f} min  {state}  {speed}")
             last_log = now
-            rate = optimizer.param_groups[0]["lr"]
-            log(
-                args.run,
-                f"step {progress.step:5d}  tokens {progress.step * args.batch * LENGTH / 1e6:6.2f} M  "
-                f"{progress.seconds / 60:5.1f} min  lr {rate:.2e}  loss {numbers(by_depth)}  norm {norm:.2f}  {speed:.0f} tok/s",
-            )
         if progress.step % HELD_OUT_STEPS == 0:
             log(args.run, held_out_line(model, held_out))
         if now - last_save > SAVE_SECONDS:
@@ -104,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace):  # type: ignore[no-untyped-def]
-    """A function from step to batch (batch, LENGTH + 1), and held-out rows; trains the tokenizer on the first call."""
+    """A function from step to batch (batch, LENGTH + 1), and held-out rows; trains the tokenizer first."""
     docs = documents(held_out=False)
     file = args.run / "tokenizer.json"
     if not file.exists():
@@ -131,7 +130,7 @@ def prepare(args: argparse.Namespace):  # type: ignore[no-untyped-def]
 
 
 def training_losses(model: DemoModel, rows: Tensor) -> Tensor:
-    """Losses (1 + DEPTH) of the trunk and of the head at each depth, mean over the predicted tokens of rows (batch, T + 1)."""
+    """Mean losses (1 + DEPTH) of the trunk and of the head at each depth on rows (batch, T + 1)."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trunk, *heads = model(rows[:, :-1], DEPTH)
     target = rows[:, 1:]
@@ -157,7 +156,7 @@ def spent(progress: Progress, args: argparse.Namespace) -> float:
 
 
 def schedule(part: float, step: int) -> float:
-    """Warm-up, constant, then one minus the square root of the decay's part (Hagele et al. 2024, arXiv:2405.18392)."""
+    """Warm-up, constant, then 1 - sqrt(part of the decay) (Hägele et al. 2024, arXiv:2405.18392)."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     return warm * (1.0 if part < DECAY_FROM else 1.0 - ((part - DECAY_FROM) / (1.0 - DECAY_FROM)) ** 0.5)
 
@@ -169,8 +168,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 @torch.no_grad()
 def held_out_line(model: DemoModel, rows: Tensor) -> str:
-    """Held-out losses of trunk and depths, and how often the head's first choice is the trunk's, on the text's tokens."""
-    losses, agree = [], []
+    """Held-out losses of trunk and depths, and how often the head's first choice is the trunk's."""
+    losses, agreement = [], []
     for part in rows.split(16):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             trunk, *heads = model(part[:, :-1], DEPTH)
@@ -180,10 +179,11 @@ def held_out_line(model: DemoModel, rows: Tensor) -> str:
                 for d, x in enumerate((trunk, *heads))
             ]
         )
-        agree.append(
+        agreement.append(
             [(x.argmax(-1) == trunk.argmax(-1))[:, d:].float().mean() for d, x in enumerate(heads, 1)]
         )
-    return f"held-out  loss {numbers(torch.tensor(losses).mean(0))}  acceptance {numbers(torch.tensor(agree).mean(0))}"
+    mean_loss, mean_agreement = torch.tensor(losses).mean(0), torch.tensor(agreement).mean(0)
+    return f"held-out  loss {numbers(mean_loss)}  acceptance {numbers(mean_agreement)}"
 
 
 def numbers(values: Tensor) -> str:
@@ -216,19 +216,16 @@ def load_state(run: Path, model: DemoModel, optimizer: torch.optim.Optimizer | N
     return Progress(**state["progress"])
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
+# --- evaluation ---------------------------------------------------------------------------------------------
 
 
 def evaluate(args: argparse.Namespace) -> None:
     model, tokenizer, progress = load_trained(args.run)
     prompts = held_out_prompts(tokenizer)
     for kind in ("code", "prose"):
-        texts = [p["prompt"] for p in prompts if p["kind"] == kind]
-        found = acceptance(model, [tokenizer.encode(t).ids for t in texts], args.tokens)
-        log(
-            args.run,
-            f"greedy at step {progress.step}, {len(texts)} held-out {kind} prompts x {args.tokens} tokens: {found}",
-        )
+        chosen = [tokenizer.encode(p["prompt"]).ids for p in prompts if p["kind"] == kind]
+        found = acceptance(model, chosen, args.tokens)
+        log(args.run, f"greedy at step {progress.step}, {len(chosen)} held-out {kind} prompts: {found}")
 
 
 def load_trained(run: Path) -> tuple[DemoModel, Tokenizer, Progress]:
@@ -245,9 +242,9 @@ def load_trained(run: Path) -> tuple[DemoModel, Tokenizer, Progress]:
 
 @torch.no_grad()
 def generate(model: DemoModel, prompts: list[list[int]], n_tokens: int) -> list[list[int]]:
-    """Greedy continuations, prompts included. All prompts at once: rows are padded on the right, which a causal model never sees."""
+    """Greedy continuations, prompts included."""
     rows = [list(p) for p in prompts]
-    for _ in range(n_tokens):
+    for _ in range(n_tokens):  # padded on the right, which a causal model does not see
         batch = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for i, row in enumerate(rows):
             batch[i, : len(row)] = torch.tensor(row)
@@ -262,8 +259,8 @@ def generate(model: DemoModel, prompts: list[list[int]], n_tokens: int) -> list[
 def acceptance(model: DemoModel, prompts: list[list[int]], n_tokens: int) -> str:
     """Accepted drafts per position and tokens per round of greedy speculative decoding at depth DEPTH.
 
-    The text is that of plain greedy decoding. A draft is looked at only while all before it were right, so the head's
-    choices along that text, which the model gives for all positions at once, are the drafts.
+    The text is that of plain greedy decoding. A draft counts only while all before it were right, so the
+    head's choices along that text, which the model gives for all positions at once, are the drafts.
     """
     n_rounds, n_out, accepted = 0, 0, [0] * DEPTH
     for prompt, row in zip(prompts, generate(model, prompts, n_tokens), strict=True):
@@ -282,7 +279,7 @@ def acceptance(model: DemoModel, prompts: list[list[int]], n_tokens: int) -> str
     return f"accepted per position {shares}  tokens per round {n_out / n_rounds:.2f}"
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
+# --- export -------------------------------------------------------------------------------------------------
 
 
 def export(args: argparse.Namespace) -> None:
@@ -291,6 +288,7 @@ def export(args: argparse.Namespace) -> None:
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.state_dict().items()}
     save_file(tensors, args.out / "model.safetensors.tmp", metadata={"format": "pt"})
     os.replace(args.out / "model.safetensors.tmp", args.out / "model.safetensors")
+    os.chmod(args.out / "model.safetensors", 0o644)
     write_json(args.out / "config.json", hf_config(model.c, tokenizer))
     write_json(args.out / "generation_config.json", generation_config(tokenizer))
     write_json(args.out / "tokenizer_config.json", tokenizer_config(tokenizer))
@@ -403,12 +401,12 @@ def write_references(path: Path, model: DemoModel, tokens: list[int]) -> None:
     )
 
 
-# --- check ------------------------------------------------------------------------------------------------------------
+# --- check --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def check(args: argparse.Namespace) -> None:
-    """The trunk's logits against transformers' on random weights, with as many and with fewer key heads than value heads."""
+    """Compares the trunk's logits with transformers', on random weights; also with n_k != n_v heads."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     for n_key_heads in (6, 3):
@@ -425,7 +423,7 @@ def check(args: argparse.Namespace) -> None:
         tokens = torch.randint(c.vocab_size, (2, 150))
         difference = (reference(tokens).logits - model(tokens)[0]).abs().max().item()
         print(
-            f"{n_key_heads} key heads, {c.linear_num_value_heads} value heads: logits differ by at most {difference:.1e}"
+            f"{n_key_heads} key heads, {c.linear_num_value_heads} value heads: logits within {difference:.1e}"
         )
         if difference > 1e-4:
             raise SystemExit("error: the model is not transformers' Qwen3_5ForCausalLM")
