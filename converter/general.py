@@ -15,13 +15,21 @@ import gguf
 from llama_sidecar.converter.checkpoint import Checkpoint
 from llama_sidecar.sidecars.kinds import KINDS
 
-# generation_config.json -> general.sampling.*, with its type there.
+# generation_config.json -> general.sampling.*, with its type there. "repetition_penalty" is Hugging Face's own name.
 SAMPLING: dict[str, tuple[str, type]] = {
+    "sequence": ("sequence", str),
     "top_k": ("top_k", int),
     "top_p": ("top_p", float),
     "min_p": ("min_p", float),
+    "xtc_probability": ("xtc_probability", float),
+    "xtc_threshold": ("xtc_threshold", float),
     "temperature": ("temp", float),
+    "penalty_last_n": ("penalty_last_n", int),
     "repetition_penalty": ("penalty_repeat", float),
+    "penalty_repeat": ("penalty_repeat", float),
+    "mirostat": ("mirostat", int),
+    "mirostat_tau": ("mirostat_tau", float),
+    "mirostat_eta": ("mirostat_eta", float),
 }
 
 
@@ -51,14 +59,14 @@ def add_general_keys(
 
 
 def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The values of generation_config.json that llama.cpp has a key for; a value of another type is no value."""
+    """The values of generation_config.json that llama.cpp has a key for; one of another type says nothing."""
     settings = checkpoint.json("generation_config.json")
-    found = {key: (kind, settings.get(name)) for name, (key, kind) in SAMPLING.items()}
-    return {
-        key: kind(value)
-        for key, (kind, value) in found.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    found = {}
+    for name, (key, kind) in SAMPLING.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool):
+            found[key] = kind(value)
+    return found
 
 
 def _model_card(folder: Path) -> dict[str, Any]:
