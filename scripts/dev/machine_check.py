@@ -51,19 +51,25 @@ def check_headers() -> None:
         raise Problem(f"Python's headers are missing ({header}): {fix(HEADERS)}")
 
 
-def check_compilers(environment: dict[str, str]) -> None:
-    """Compiles three small programs: C, C++17, and C with OpenMP, which is not asked of macOS, where Metal computes."""
+def check_compilers(environment: dict[str, str]) -> dict[str, str]:
+    """Compiles three small programs: C, C++17, and C with OpenMP, which is not asked of macOS, where Metal computes.
+
+    Returns CC and CXX of the compilers that passed. Hand them on: left alone, scikit-build-core takes the compiler
+    that Python itself was built with, which need not be on this machine.
+    """
     c = compiler("C", "CC", ("cc", "gcc", "clang"), environment)
-    cxx = compiler("C++", "CXX", ("c++", "g++", "clang++"), environment)
+    cxx_names = ("clang++", "c++", "g++") if "clang" in c[0] else ("c++", "g++", "clang++")
+    cxx = compiler("C++", "CXX", cxx_names, environment)
     check_compiler("C", c, C_PROGRAM, ".c", environment)
     check_compiler("C++", [*cxx, "-std=c++17"], CXX_PROGRAM, ".cpp", environment)
-    if sys.platform == "darwin" or "-DGGML_OPENMP" in environment.get("CMAKE_ARGS", ""):
-        return
-    complaint = complaint_of([*c, "-fopenmp"], OPENMP_PROGRAM, ".c", environment)
-    if complaint:
-        raise Problem(
-            f"the C compiler `{shlex.join(c)}` has no OpenMP ({complaint}): {fix(OPENMP)}, or name another: CC=gcc CXX=g++"
-        )
+    if sys.platform != "darwin" and "-DGGML_OPENMP" not in environment.get("CMAKE_ARGS", ""):
+        complaint = complaint_of([*c, "-fopenmp"], OPENMP_PROGRAM, ".c", environment)
+        if complaint:
+            raise Problem(
+                f"the C compiler `{shlex.join(c)}` has no OpenMP ({complaint}): {fix(OPENMP)}, "
+                "or name another: CC=gcc CXX=g++"
+            )
+    return {"CC": shlex.join(c), "CXX": shlex.join(cxx)}
 
 
 def compiler(language: str, variable: str, names: tuple[str, ...], environment: dict[str, str]) -> list[str]:

@@ -124,27 +124,19 @@ def install_library(gpu: str) -> None:
     if fulfils(built, wishes):  # what is not asked for stays as it is
         if built["requirement"] == requirement and installed("llama_cpp_python"):
             return
-        wishes = {name: built[name] for name in wishes}
+        wishes = {name: built.get(name, "") for name in wishes}
     gpu = wishes["GPU"]
     check_headers()
-    check_compilers(dict(os.environ))
+    compilers = check_compilers({**os.environ, **wishes})
     check_gpu(gpu)
     say(announcement(requirement, gpu, n_cores()))
     # No cache and no binary: pip would take a wheel that it built earlier with other CMAKE_ARGS, or one that somebody else
     # built for another machine. No isolation: what builds it are the pinned tools in `.venv`.
-    options = [
-        "--no-cache-dir",
-        "--no-binary",
-        "llama-cpp-python",
-        "--no-build-isolation",
-        "--force-reinstall",
-        "--no-deps",
-    ]
+    exactly_this = ["--no-cache-dir", "--no-binary", "llama-cpp-python", "--force-reinstall", "--no-deps"]
+    command = [*PIP, "install", "-v", "--no-build-isolation", *exactly_this, requirement]
+    environment = library_environment({**os.environ, **wishes, **compilers}, platform.machine())
     log = BUILD / "llama-cpp-python.log"
-    environment = clean_environment(library_environment({**os.environ, **wishes}, platform.machine()))
-    run_with_progress(
-        [*PIP, "install", "-v", *options, requirement], environment, "compiling llama-cpp-python", log
-    )
+    run_with_progress(command, clean_environment(environment), "compiling llama-cpp-python", log)
     pip("install", "-c", str(CONSTRAINTS), requirement)  # what it depends on
     check_library()
     write_state({**state, "library": {**wishes, "GPU": gpu or "cpu", "requirement": requirement}})
@@ -160,11 +152,11 @@ def install_project() -> None:
     if state.get("project") == [key, installed("llama_sidecar")] and any(WHEELS.glob("llama_sidecar-*.whl")):
         return
     check_headers()
-    check_compilers(dict(os.environ))
+    compilers = check_compilers(dict(os.environ))
     say("building and installing llama-sidecar")
     for old in WHEELS.glob("llama_sidecar-*.whl"):
         old.unlink()
-    pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(WHEELS), str(ROOT))
+    pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(WHEELS), str(ROOT), **compilers)
     wheel = str(next(WHEELS.glob("llama_sidecar-*.whl")))
     pip("install", "--force-reinstall", "--no-deps", wheel)  # another content may have the same version
     pip("install", "-c", str(CONSTRAINTS), f"{wheel}[dev]")
@@ -225,9 +217,7 @@ def library_environment(user: dict[str, str], machine: str) -> dict[str, str]:
         arguments.append(f"{gpu_option}=on")
     if "-DLLAVA_BUILD" not in map(option_name, arguments):
         arguments.append("-DLLAVA_BUILD=off")  # images and sound, which nothing here uses
-    result = {
-        name: value for name, value in user.items() if value
-    }  # CC="" would be a compiler without a name
+    result = dict(user)
     if machine.lower() in ("x86_64", "amd64"):
         for variable, option in (("CFLAGS", "-DCMAKE_C_FLAGS"), ("CXXFLAGS", "-DCMAKE_CXX_FLAGS")):
             result[variable] = f"{user.get(variable, '')} {NO_AMX}".strip()
@@ -266,15 +256,15 @@ def check_library() -> None:
 # Running things
 
 
-def pip(*arguments: str) -> None:
-    run([*PIP, "-qq", *arguments], f"pip {arguments[0]}")
+def pip(*arguments: str, **environment: str) -> None:
+    run([*PIP, "-qq", *arguments], f"pip {arguments[0]}", **environment)
 
 
-def run(command: list[str], what: str) -> None:
-    """Runs a command; its output is shown only if it fails."""
+def run(command: list[str], what: str, **environment: str) -> None:
+    """Runs a command, with variables added to its environment; its output is shown only if it fails."""
     done = subprocess.run(
         command,
-        env=clean_environment(dict(os.environ)),
+        env=clean_environment({**os.environ, **environment}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
