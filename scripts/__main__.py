@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -19,7 +20,9 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         folder = str(Path(__file__).parent)
-        return sorted(m.name for m in pkgutil.iter_modules([folder]) if not m.ispkg and not m.name.startswith("_"))
+        return sorted(
+            m.name for m in pkgutil.iter_modules([folder]) if not m.ispkg and not m.name.startswith("_")
+        )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
@@ -36,6 +39,9 @@ def cli() -> None:
 
 def main() -> None:
     """Runs the command line; our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without some character is no reason to stop
     try:
         cli.main(prog_name="llama-sidecar", standalone_mode=False)
     except click.exceptions.Abort:
@@ -46,8 +52,6 @@ def main() -> None:
         sys.exit(error.exit_code)
     except LlamaSidecarError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:
         sys.exit(1)
 
 

@@ -1,0 +1,229 @@
+"""Options that several commands share: how a model is loaded, and how its next token is chosen. No command itself.
+
+The names are llama.cpp's, with its short forms, so that its users need not learn others.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
+from llama_sidecar.runtime.weights import MAX_DEPTH, N_BATCH
+from llama_sidecar.sidecars import KINDS
+
+from ._show import note
+
+Command = Callable[..., None]
+Loader = Callable[[], Model]
+SPEC_TYPES = ["auto", "none", *(name for kind in KINDS.values() for name in (kind.name, kind.llama_name))]
+
+
+_LOAD_NAMES = (
+    *(
+        "sidecar",
+        "depth",
+        "gpu_layers",
+        "device",
+        "threads",
+        "ctx",
+        "batch",
+        "flash_attn",
+        "cache_type_k",
+        "cache_type_v",
+    ),
+    *("force", "verbose"),
+)
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
+
+
+class GpuLayers(click.ParamType):
+    """A number of layers, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        if not str(value).isdecimal():
+            self.fail(f"{value!r} is neither a number of layers nor 'auto'", param, ctx)
+        return int(value)
+
+
+_LOAD_OPTIONS = (
+    click.argument("main", type=click.Path(path_type=Path)),
+    click.option(
+        "-md",
+        "--sidecar",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The sidecar GGUF with the draft head.  [default: found beside MAIN, or inside it]",
+    ),
+    click.option(
+        "--spec-type",
+        type=click.Choice(SPEC_TYPES, case_sensitive=False),
+        default="auto",
+        help=f"What drafts: {', '.join(SPEC_TYPES)}; a kind that is asked for must be there.  [default: auto]",
+        metavar="KIND",
+    ),
+    click.option(
+        "--depth",
+        type=click.IntRange(1, MAX_DEPTH),
+        default=3,
+        show_default=True,
+        help="Tokens drafted per round.",
+    ),
+    click.option(
+        "-ngl",
+        "--gpu-layers",
+        type=GpuLayers(),
+        default="auto",
+        show_default=True,
+        help="Layers on the GPU; auto takes as many as fit its free memory.",
+    ),
+    click.option("-dev", "--device", metavar="NAMES", help="llama.cpp's devices, comma separated, or none."),
+    click.option(
+        "-t",
+        "--threads",
+        type=click.IntRange(1),
+        metavar="N",
+        help="CPU threads.  [default: the physical cores]",
+    ),
+    click.option(
+        "-c",
+        "--ctx",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Context in tokens.  [default: the model's own, at most 8192]",
+    ),
+    click.option(
+        "-b",
+        "--batch",
+        type=click.IntRange(1),
+        metavar="N",
+        default=N_BATCH,
+        show_default=True,
+        help="Prompt tokens per decode.",
+    ),
+    click.option(
+        "-fa",
+        "--flash-attn",
+        type=click.Choice([*FLASH_ATTN], case_sensitive=False),
+        default="auto",
+        show_default=True,
+        help="Flash attention.",
+    ),
+    click.option(
+        "-ctk",
+        "--cache-type-k",
+        type=click.Choice([*CACHE_TYPES], case_sensitive=False),
+        default="f16",
+        metavar="TYPE",
+        help=f"Type of the KV cache's keys: {', '.join(CACHE_TYPES)}.  [default: f16]",
+    ),
+    click.option(
+        "-ctv",
+        "--cache-type-v",
+        type=click.Choice([*CACHE_TYPES], case_sensitive=False),
+        default="f16",
+        metavar="TYPE",
+        help="Type of the KV cache's values.  [default: f16]",
+    ),
+    click.option("--no-spec", is_flag=True, help="Decode plainly: the same as --spec-type none."),
+    click.option("--force", is_flag=True, help="Use a sidecar although it was made for another model."),
+    click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log."),
+)
+
+_SAMPLING_OPTIONS = (
+    click.option(
+        "--temp",
+        "temperature",
+        type=click.FloatRange(0),
+        metavar="T",
+        help="Temperature; 0 is greedy.  [default: the file's own, else 0]",
+    ),
+    click.option(
+        "--top-k", type=click.IntRange(0), metavar="K", help="Choose among the K likeliest; 0: all.  [40]"
+    ),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1), metavar="P", help="... of total probability P.  [0.95]"
+    ),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        metavar="P",
+        help="... of at least P times the likeliest's.  [0.05]",
+    ),
+    click.option(
+        "-s", "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Seed.  [default: a fresh one]"
+    ),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End the text before this string; may be repeated."
+    ),
+)
+
+
+def load_options(function: Command) -> Command:
+    """Adds MAIN and the options of `load`; the command is called with `open_model`, which loads what they say."""
+
+    @functools.wraps(function)
+    def command(main: Path, spec_type: str, no_spec: bool, **values: Any) -> None:
+        options = {name: values.pop(name) for name in _LOAD_NAMES}
+        options["spec_type"] = "none" if no_spec else spec_type
+        function(open_model=functools.partial(_open, main, options), **values)
+
+    return _add(command, _LOAD_OPTIONS)
+
+
+def sampling_options(function: Command) -> Command:
+    """Adds the options of sampling and stopping; the command is called with them as `sampling`."""
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        function(sampling={name: values.pop(name) for name in _SAMPLING_NAMES}, **values)
+
+    return _add(command, _SAMPLING_OPTIONS)
+
+
+def read_prompt(text: str | None, file: Path | None) -> str:
+    """The text of `-p TEXT` (`-`: stdin), of `-f FILE`, or of the pipe there is when neither is given.
+
+    Raises click.UsageError for both or none of them, PromptError for a file that is no readable text.
+    """
+    if text is not None and file is not None:
+        raise click.UsageError("-p and -f are both given: which text is meant?")
+    if text is not None and text != "-":
+        return text
+    if text is None and file is None and sys.stdin.isatty():
+        raise click.UsageError("there is no text to complete: give -p TEXT, -f FILE or a pipe")
+    try:
+        data = file.read_bytes() if file else click.get_binary_stream("stdin").read()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise PromptError(f"{file or 'stdin'}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file or 'stdin'}: not UTF-8 text (byte {error.start})") from error
+
+
+def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _open(main: Path, options: dict[str, Any]) -> Model:
+    model = load(main, **options)
+    if hint := idle_gpu_hint():
+        note(hint)
+    if model.speculation.path and model.speculation.match in ("unverified", "forced"):
+        sidecar = model.speculation.path.name
+        note(
+            f"nothing proves that {sidecar} was made for {main.name} ({model.speculation.match}); the text is right all the same"
+        )
+    return model

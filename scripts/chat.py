@@ -1,0 +1,158 @@
+"""`llama-sidecar chat`: a conversation in the terminal. Reads, streams, prints; the session holds what was said."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from llama_sidecar.runtime import Generation, Model, PromptError, Session
+
+from ._options import Loader, load_options, read_prompt, sampling_options
+from ._show import generation_json, stats_line, stream
+
+HELP = (
+    "Ctrl-C stops an answer, /clear starts anew, Ctrl-D leaves; a line that ends with \\ goes on in the next."
+)
+
+
+@click.command()
+@click.option(
+    "-m", "--message", metavar="TEXT", help="Ask this, print the answer and leave; - reads it from stdin."
+)
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@click.option(
+    "-n",
+    "--n-predict",
+    "n",
+    type=click.IntRange(1),
+    help="Tokens an answer has at most.  [the context's rest]",
+)
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="With -m: print one JSON object instead of text.")
+@load_options
+def command(
+    open_model: Loader,
+    message: str | None,
+    system: str | None,
+    n: int | None,
+    sampling: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Chat with the model MAIN, a GGUF file, through its own chat template.
+
+    A sidecar beside MAIN (or a draft head inside it) is found and used by itself: the answers are what MAIN alone would
+    write, only faster. After each answer a line says how fast, and how many drafted tokens were right.
+
+    \b
+    llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
+    llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf -m "Why is the sky blue?"
+    """
+    if as_json and message is None:
+        raise click.UsageError("--json goes with -m TEXT")
+    question = None if message is None else read_prompt(message, None)
+    with open_model() as model, model.session() as session:
+        talk = Conversation(session, system, {"max_tokens": n or model.n_ctx, **sampling})
+        if question is None:
+            talk.check_template()
+            click.echo(f"{_title(model)}\n{HELP}", err=True)
+            _talk(talk)
+        elif as_json:
+            answer = talk.ask(question)
+            answer.read()
+            click.echo(generation_json(answer))
+        else:
+            answer = talk.ask(question)
+            stream(answer)
+            click.echo(stats_line(answer), err=True)
+
+
+class Conversation:
+    """The messages so far, and the session that answers them."""
+
+    def __init__(self, session: Session, system: str | None, options: dict[str, Any]) -> None:
+        self._session = session
+        self._options = options
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._opening)
+
+    def check_template(self) -> None:
+        """Raises PromptError where the file has no chat template that takes these roles."""
+        self._session.model.vocab.render_chat([*self._opening, {"role": "user", "content": "?"}])
+
+    def ask(self, text: str) -> Generation:
+        """Begins to answer; nothing is remembered until `remember`. Raises PromptError when it does not fit."""
+        return self._session.chat([*self.messages, {"role": "user", "content": text}], **self._options)
+
+    def remember(self, text: str, answer: str) -> None:
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def clear(self) -> None:
+        self.messages = list(self._opening)
+
+    @contextlib.contextmanager
+    def stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Inside, Ctrl-C ends the answer and nothing else; only the main thread can say so."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: self._session.cancel())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _talk(talk: Conversation) -> None:
+    """Asks and answers until the user leaves."""
+    is_terminal = click.get_text_stream("stdin").isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() line editing and a history
+    while (text := _read(is_terminal)) is not None:
+        if text == "/clear":
+            talk.clear()
+        elif text.startswith("/") and text[1:] in ("exit", "quit", "bye"):
+            return
+        elif text:
+            try:
+                _answer(talk, text)
+            except PromptError as error:
+                click.echo(f"error: {error} (/clear starts a new conversation)", err=True)
+
+
+def _answer(talk: Conversation, text: str) -> None:
+    with talk.stopped_by_ctrl_c():
+        answer = talk.ask(text)
+        stream(answer)
+    click.echo(f"[{stats_line(answer)}]", err=True)
+    if answer.text:
+        talk.remember(text, answer.text)
+
+
+def _read(is_terminal: bool) -> str | None:
+    """The user's next message, None at the end of it all."""
+    lines: list[str] = []
+    try:
+        while not lines or lines[-1].endswith("\\"):
+            lines.append(input(("... " if lines else "> ") if is_terminal else ""))
+    except (EOFError, KeyboardInterrupt) as end:
+        if is_terminal:
+            click.echo()
+        if not lines or isinstance(end, KeyboardInterrupt):
+            return None
+    return "\n".join(line.removesuffix("\\") for line in lines).strip()
+
+
+def _title(model: Model) -> str:
+    drafting = model.speculation
+    sidecar = (
+        f"{drafting.kind} from {drafting.path.name}, depth {model.depth}"
+        if drafting.path
+        else f"off: {drafting.why}"
+    )
+    return f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens"
