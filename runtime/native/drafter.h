@@ -36,11 +36,16 @@ class Drafter {
     virtual void propose(llama_token last, int32_t n, std::vector<llama_token> & out) = 0;
 
     virtual bool needs_hidden_rows() const = 0;
+
+    // A compact head has rows for some of the target's tokens only: from now on `token` is fed as that row. A token that
+    // was never mapped is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
+    virtual void map_token(llama_token /*token*/, int32_t /*row*/) {}
 };
 
 struct DrafterOptions {
     llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
     int32_t n_vocab = 0;               // the target's: no other id may be proposed
+    std::vector<llama_token> ids;      // of a compact head: the target's id of each row, ascending; else empty
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
 };

@@ -44,6 +44,9 @@ class Session {
     // One round with at most `depth` drafts; fewer where the context's end or its batch is near. Needs n_past() < n_ctx.
     Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
     void keep(int32_t n);
+    void map_token(llama_token token, int32_t row) {
+        if (drafter_) drafter_->map_token(token, row);
+    }
 
     // For benchmarks: the seconds of each of `repeats` decodes of n_rows of `tokens` (in their order, over and over), all
     // rows output, as a verification decodes them. One width in a row, so that llama.cpp re-uses its graph: the first

@@ -6,6 +6,9 @@
 // Cells are of two sorts. The first n_true_ were made from the target's hidden rows and stay. Those after them were made
 // from the head's own rows while drafting and are dropped before the next decode. Rows that the target has handed over
 // but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass.
+//
+// A compact head knows some of the target's tokens only (sidecars/compact.py). Its rows are mapped where tokens enter the
+// batch and where drafts leave it; everything between speaks of the target's ids.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -19,13 +22,15 @@ namespace {
 
 class Mtp final : public Drafter {
   public:
-    Mtp(llama_context * ctx, int32_t n_vocab) : ctx_(ctx) {
-        if (ctx == nullptr) throw std::invalid_argument("the mtp drafter needs a draft context");
-        const llama_model * model = api().get_model(ctx);
+    explicit Mtp(const DrafterOptions & options) : ctx_(options.ctx), ids_(options.ids) {
+        if (ctx_ == nullptr) throw std::invalid_argument("the mtp drafter needs a draft context");
+        const llama_model * model = api().get_model(ctx_);
         n_embd_ = size_t(api().model_n_embd_out(model));
-        n_vocab_ = std::min(n_vocab, api().vocab_n_tokens(api().model_get_vocab(model)));
-        n_batch_ = int32_t(api().n_batch(ctx));
-        batch_ = api().batch_init(ctx);
+        const int32_t n_rows = api().vocab_n_tokens(api().model_get_vocab(model));
+        n_vocab_ = std::min(options.n_vocab, n_rows);
+        if (!ids_.empty()) map_rows(options.n_vocab, n_rows);
+        n_batch_ = int32_t(api().n_batch(ctx_));
+        batch_ = api().batch_init(ctx_);
         if (batch_ == nullptr) throw LibraryError("llama.cpp could not make a batch for the drafter");
         try {
             choose_hidden_rows();
@@ -69,7 +74,31 @@ class Mtp final : public Drafter {
 
     bool needs_hidden_rows() const override { return true; }
 
+    void map_token(llama_token token, int32_t row) override {
+        if (ids_.empty()) return;
+        if (token < 0 || size_t(token) >= row_of_.size() || row < 0 || size_t(row) >= ids_.size()) {
+            throw std::invalid_argument("token " + std::to_string(token) + " cannot be fed as row " + std::to_string(row));
+        }
+        row_of_[token] = row;
+    }
+
   private:
+    void map_rows(int32_t n_vocab, int32_t n_rows) {
+        if (int32_t(ids_.size()) != n_rows) {
+            throw std::invalid_argument("the compact head has " + std::to_string(n_rows) + " rows and " +
+                                        std::to_string(ids_.size()) + " ids");
+        }
+        row_of_.assign(n_vocab, 0);
+        n_vocab_ = n_rows;
+        for (int32_t row = 0; row < n_rows; ++row) {
+            if (ids_[row] < 0 || ids_[row] >= n_vocab) {
+                throw std::invalid_argument("row " + std::to_string(row) + " of the compact head has id " +
+                                            std::to_string(ids_[row]) + " of " + std::to_string(n_vocab));
+            }
+            row_of_[ids_[row]] = row;
+        }
+    }
+
     // llama.cpp can hand out hidden rows of the output rows alone ("masked") or of all. Its graphs differ: some crop the
     // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST
     // rows of a batch. So this looks: two cells in one decode, output on the second, against the same cells one by one.
@@ -139,7 +168,7 @@ class Mtp final : public Drafter {
     }
 
     void add(llama_token token, const float * hidden, llama_pos pos, bool wants_output) {
-        const int32_t entry = api().batch_add_token(batch_, 0, token);
+        const int32_t entry = api().batch_add_token(batch_, 0, ids_.empty() ? token : row_of_[token]);
         if (entry < 0 || !api().batch_set_embd_token(batch_, entry, {hidden, 1, n_embd_})) {
             throw LibraryError("llama.cpp refused token " + std::to_string(token) + " for the drafter");
         }
@@ -159,13 +188,16 @@ class Mtp final : public Drafter {
     llama_token read_draft(int32_t row) const {
         const float * logits = api().get_logits_ith(ctx_, row);
         if (logits == nullptr) throw LibraryError("llama.cpp has no logits for the draft step");
-        return argmax(logits, n_vocab_);
+        const int32_t best = argmax(logits, n_vocab_);
+        return ids_.empty() ? best : ids_[best];
     }
 
     llama_context * ctx_;
     llama_batch_ext * batch_;
     size_t n_embd_;
-    int32_t n_vocab_, n_batch_;
+    int32_t n_vocab_, n_batch_;  // n_vocab_: logits that may be proposed
+    std::vector<llama_token> ids_;  // of a compact head: the target's id of each row
+    std::vector<int32_t> row_of_;   // of a compact head: the row that each of the target's ids is fed as
 
     int32_t n_true_ = 0, n_cells_ = 0;
     std::vector<llama_token> tokens_;  // queued cells
@@ -174,7 +206,7 @@ class Mtp final : public Drafter {
 };
 
 const Registered registered("mtp", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
-    return std::make_unique<Mtp>(options.ctx, options.n_vocab);
+    return std::make_unique<Mtp>(options);
 });
 
 }  // namespace
