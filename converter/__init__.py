@@ -10,8 +10,11 @@ Nothing here imports the runtime, and torch is imported only when a `.bin` shard
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from llama_sidecar.converter.convert import ConvertResult, convert
 from llama_sidecar.converter.errors import ConversionError
 from llama_sidecar.converter.quantize import TYPES
 
 __all__ = ["TYPES", "ConversionError", "ConvertResult", "convert"]
+__version__ = version("llama-sidecar")

@@ -6,6 +6,8 @@ FORMAT.md. Start with `open_main`, `open_sidecar`, `discover`.
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from llama_sidecar.sidecars.discover import Candidate, Found, choose, discover, kind_from_name, survey
 from llama_sidecar.sidecars.errors import LlamaSidecarError
 from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo
@@ -41,3 +43,4 @@ __all__ = [
     "read_model",
     "survey",
 ]
+__version__ = version("llama-sidecar")
