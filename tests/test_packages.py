@@ -28,9 +28,11 @@ from_wheel = pytest.mark.skipif(
 MAX_WHEEL_BYTES = 3_000_000
 
 
-def python(code: str, *arguments: str, cwd: Path | None = None) -> str:
+def python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
     """Runs code in a Python of its own, and returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -208,6 +210,18 @@ def test_every_command_has_help(tmp_path: Path) -> None:
         assert f"  {name} " in listed
         done = command(name, "--help", cwd=tmp_path)
         assert done.returncode == 0 and len(done.stdout.splitlines()) > 5, name
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_command_bounds_spinning_unless_the_user_has_chosen(user: dict[str, str], expected: str) -> None:
+    code = "import os; from llama_sidecar.scripts import __main__ as m; m.bound_spinning(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    } | user
+    assert python(code, environment=environment) == f"{expected}\n"
 
 
 @from_wheel
