@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from hashlib import sha256
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.families import Source, families
+from llama_sidecar.converter.tokenizer import PRE_TOKENIZERS
 from llama_sidecar.sidecars import read_header
 
 Array = npt.NDArray[Any]
@@ -108,20 +110,19 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
-    """A byte-level BPE of 256 bytes, four merges and four added tokens, split as the architecture's are."""
+def write_tokenizer(folder: Path, arch: str = "qwen35", n_more: int = 0) -> None:
+    """A byte-level BPE of 256 bytes, four merges and four added tokens, split as the architecture's are.
+
+    `n_more` tokens of two and three bytes follow the added ones, each with its merge, for a vocabulary of real size.
+    """
+    letters = _byte_letters()
     merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["\u0120", "t"]]
-    texts = [*_byte_letters(), *("".join(pair) for pair in merges)]
-    letters = r"\p{L}" if arch == "qwen3next" else r"[\p{L}\p{M}]"
-    marks = "" if arch == "qwen3next" else r"\p{M}"
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
-        + letters
-        + r"+|\p{N}| ?[^\s\p{L}"
-        + marks
-        + r"\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    vocabulary = {text: i for i, text in enumerate([*letters, *map("".join, merges)])}
+    pairs = ([a, b] for a in chain(letters, map("".join, product(letters, repeat=2))) for b in letters)
+    more = list(islice((pair for pair in pairs if "".join(pair) not in vocabulary), n_more))
+    vocabulary |= {"".join(pair): CALL + 1 + i for i, pair in enumerate(more)}
+    pre = "qwen2" if arch == "qwen3next" else "qwen35"
+    pattern = next(pattern for pattern, name in PRE_TOKENIZERS.items() if name == pre)
     added = {END: "<|endoftext|>", START: "<|im_start|>", STOP: "<|im_end|>", CALL: "<tool_call>"}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -142,7 +143,7 @@ def write_tokenizer(folder: Path, arch: str = "qwen35") -> None:
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
                 "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                "vocab": {text: i for i, text in enumerate(texts)}, "merges": merges,
+                "vocab": vocabulary, "merges": merges + more,
             },
         },
     )  # fmt: skip

@@ -27,7 +27,7 @@ SWITCHES = {"main": "--no-mtp", "sidecar": "--mtp"}
 
 
 @click.command()
-@click.argument("peer_convert", type=click.Path(exists=True, path_type=Path))
+@click.argument("peer_convert", type=click.Path(exists=True, resolve_path=True, path_type=Path))
 @click.option("--only", help="One variant, FAMILY-VARIANT.")
 @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "tests/data/listings")
 def main(peer_convert: Path, only: str | None, out: Path) -> None:
