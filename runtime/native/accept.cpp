@@ -1,5 +1,9 @@
 #include "accept.h"
 
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
 namespace sidecar {
 
 namespace {
@@ -41,32 +45,37 @@ std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain) { return std::make
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed) { return std::make_unique<Coin>(p_accept, seed); }
 
 int32_t argmax(const float * values, int32_t n) {
-    // Blocks keep independent maxima, which the compiler turns into vector maxima; the winning block is then searched.
+    // One pass for the maximum with a compiler vector (GCC and Clang), then a search in the block that holds it.
+    using Lanes = float __attribute__((vector_size(16)));
+    constexpr int32_t width = sizeof(Lanes) / sizeof(float);
     constexpr int32_t block = 4096;
+    constexpr float lowest = -std::numeric_limits<float>::infinity();
     int32_t best_start = 0;
-    float best = -1.0f / 0.0f;
+    float best = lowest;
     for (int32_t start = 0; start < n; start += block) {
-        const int32_t end = start + block < n ? start + block : n;
-        float lanes[16];
-        for (float & lane : lanes) lane = -1.0f / 0.0f;
+        const int32_t end = std::min(start + block, n);
+        Lanes even = {lowest, lowest, lowest, lowest};
+        Lanes odd = even;
         int32_t i = start;
-        for (; i + 16 <= end; i += 16) {
-            for (int32_t k = 0; k < 16; ++k) {
-                lanes[k] = values[i + k] > lanes[k] ? values[i + k] : lanes[k];
-            }
+        for (; i + 2 * width <= end; i += 2 * width) {
+            Lanes a, b;
+            std::memcpy(&a, values + i, sizeof(a));
+            std::memcpy(&b, values + i + width, sizeof(b));
+            even = a > even ? a : even;  // a comparison with NaN is false: it never wins
+            odd = b > odd ? b : odd;
         }
-        for (; i < end; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
-        for (const float lane : lanes) {
-            if (lane > best) {
-                best = lane;
-                best_start = start;
-            }
+        float block_best = lowest;
+        for (int32_t k = 0; k < width; ++k) block_best = std::max({block_best, even[k], odd[k]});
+        for (; i < end; ++i) block_best = values[i] > block_best ? values[i] : block_best;
+        if (block_best > best) {
+            best = block_best;
+            best_start = start;
         }
     }
     for (int32_t i = best_start; i < n; ++i) {
         if (values[i] == best) return i;
     }
-    return 0;  // every value is NaN or -inf
+    return 0;  // every value is NaN
 }
 
 int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
