@@ -11,12 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
 from typing import Any
 
 from .errors import LoadError, PromptError
 from .llm import Model
+from .lossless import first_divergence, top_two_margin
 from .prompts import Prompt, prompts_hash
 from .provenance import provenance
 from .session import Generation, Session
@@ -48,17 +49,6 @@ def p_accept(length: float, depth: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(middle**i for i in range(depth + 1)) < length else (low, middle)
     return (low + high) / 2
-
-
-def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Where two texts' token ids first differ (one that ends early differs there), or None.
-
-    >>> first_divergence([1, 2, 3], [1, 2, 4]), first_divergence([1], [1, 2]), first_divergence([1], [1])
-    (2, 1, None)
-    """
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True)
@@ -118,6 +108,16 @@ class Figures:
         }
 
 
+@dataclass(frozen=True)
+class Divergence:
+    """Where token ids first differ: which pair, at which token, and how far apart the target's two best logits are there
+    (None when sampled: then the seed's draw decides, not the best)."""
+
+    pair: int
+    token: int
+    margin: float | None
+
+
 @dataclass
 class Report:
     """All that was measured. `row_s[n]` are seconds of single decodes of n rows."""
@@ -131,6 +131,7 @@ class Report:
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     row_s: dict[int, list[float]] = field(default_factory=dict)
+    divergence: Divergence | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -166,24 +167,20 @@ class Report:
         return self.figures.stats.mean_accepted_length / self.v[-1]
 
     @property
-    def divergence(self) -> dict[str, int] | None:
-        """The first pair whose token ids differ, and where; always None when verification was replaced by coins."""
-        if self.synthetic_length is not None:
-            return None
-        found = ((i, pair.divergence) for i, pair in enumerate(self.pairs))
-        return next(({"pair": i, "token": at} for i, at in found if at is not None), None)
+    def tokens_equal(self) -> bool | None:
+        """Whether plain and speculative token ids are the same in every pair; None when coins replaced verification."""
+        return None if self.synthetic_length is not None else self.divergence is None
 
     def to_json(self) -> dict[str, Any]:
         """The published names, ready for `json.dumps`."""
         figures, bound = self.figures, self.bound
         stats = figures.stats
         n_rounds = max(1, stats.n_rounds)
-        synthetic = self.synthetic_length is not None
         return {
             "schema": 1,
             **figures.to_json(),
-            "tokens_equal": None if synthetic else self.divergence is None,
-            "first_divergence": self.divergence,
+            "tokens_equal": self.tokens_equal,
+            "first_divergence": asdict(self.divergence) if self.divergence else None,
             "depth": self.depth,
             "v": self.v,
             "row_s": self.one_row_s,
@@ -256,7 +253,28 @@ def measure(
         bench.run(usable, on_pair)
     if not report.pairs:
         raise PromptError(f"every text ended before {MIN_TIMED_TOKENS} tokens: give other prompts")
+    if coin is None:
+        report.divergence = _first_divergence(model, report)
+    if _is_noisy(report.row_s[1]):
+        report.warnings.append(
+            "one-row decodes took very different times: something else uses this machine; measure again"
+        )
     return report
+
+
+def _first_divergence(model: Model, report: Report) -> Divergence | None:
+    for i, pair in enumerate(report.pairs):
+        at = pair.divergence
+        if at is not None:
+            before = [*pair.prompt.tokens(model), *pair.plain.tokens[:at]]
+            return Divergence(i, at, None if report.temperature else top_two_margin(model, before))
+    return None
+
+
+def _is_noisy(seconds: Sequence[float]) -> bool:
+    """Whether the upper quartile is twice the lower one."""
+    lower, _, upper = quantiles(seconds, n=4)
+    return upper > 2 * lower
 
 
 def _usable(

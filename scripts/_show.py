@@ -101,7 +101,7 @@ def summary(report: Report) -> str:
         ),
         (
             "prompts",
-            f"{', '.join(data['tasks'])}: {figures.n_pairs} pairs of {data['n']} tokens, {_sampling(report)}",
+            f"{', '.join(data['tasks'])}: {figures.n_pairs} pairs of {data['n']} tokens, {_sampling(report)}, sha256 {data['prompts']['sha256'][:8]}",
         ),
         ("plain", f"{figures.plain_tok_s:.1f} tok/s"),
         ("speculative", f"{figures.spec_tok_s:.1f} tok/s"),
@@ -147,9 +147,10 @@ def _sampling(report: Report) -> str:
 
 
 def _equality(report: Report) -> str:
-    if report.synthetic_length is not None:
+    apart = report.divergence
+    if report.tokens_equal is None:
         return "not compared: coin tosses stand in for verification"
-    at = report.divergence
-    if at is None:
+    if apart is None:
         return f"equal in all {len(report.pairs)} pairs"
-    return f"first apart at token {at['token']} of pair {at['pair'] + 1} (a near-tie may round otherwise at another width)"
+    margin = "" if apart.margin is None else f", where the two best logits are {apart.margin:.2g} apart"
+    return f"first apart at token {apart.token} of pair {apart.pair + 1}{margin}"

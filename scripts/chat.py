@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from llama_sidecar.runtime import Generation, Model, PromptError, Session
+from llama_sidecar.runtime import Model, PromptError, Session
+from llama_sidecar.runtime.conversation import Conversation
 
 from ._options import Loader, load_options, read_prompt, sampling_options
 from ._show import generation_json, stats_line, stream
@@ -56,58 +57,36 @@ def command(
         raise click.UsageError("--json goes with -m TEXT")
     question = None if message is None else read_prompt(message, None)
     with open_model() as model, model.session() as session:
-        talk = Conversation(session, system, {"max_tokens": n or model.n_ctx, **sampling})
+        talk = Conversation(session, system)
+        options = {"max_tokens": n or model.n_ctx, **sampling}
         if question is None:
-            talk.check_template()
+            talk.check()
             click.echo(f"{_title(model)}\n{HELP}", err=True)
-            _talk(talk)
+            _talk(talk, session, options)
         elif as_json:
-            answer = talk.ask(question)
+            answer = talk.ask(question, **options)
             answer.read()
             click.echo(generation_json(answer))
         else:
-            answer = talk.ask(question)
+            answer = talk.ask(question, **options)
             stream(answer)
             click.echo(stats_line(answer), err=True)
 
 
-class Conversation:
-    """The messages so far, and the session that answers them."""
-
-    def __init__(self, session: Session, system: str | None, options: dict[str, Any]) -> None:
-        self._session = session
-        self._options = options
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._opening)
-
-    def check_template(self) -> None:
-        """Raises PromptError where the file has no chat template that takes these roles."""
-        self._session.model.vocab.render_chat([*self._opening, {"role": "user", "content": "?"}])
-
-    def ask(self, text: str) -> Generation:
-        """Begins to answer; nothing is remembered until `remember`. Raises PromptError when it does not fit."""
-        return self._session.chat([*self.messages, {"role": "user", "content": text}], **self._options)
-
-    def remember(self, text: str, answer: str) -> None:
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-    def clear(self) -> None:
-        self.messages = list(self._opening)
-
-    @contextlib.contextmanager
-    def stopped_by_ctrl_c(self) -> Iterator[None]:
-        """Inside, Ctrl-C ends the answer and nothing else; only the main thread can say so."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, lambda *_: self._session.cancel())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+@contextlib.contextmanager
+def _stopped_by_ctrl_c(session: Session) -> Iterator[None]:
+    """Inside, Ctrl-C ends the answer and nothing else; signals are the main thread's, so elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: session.cancel())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _talk(talk: Conversation) -> None:
+def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> None:
     """Asks and answers until the user leaves."""
     is_terminal = click.get_text_stream("stdin").isatty()
     if is_terminal:
@@ -120,18 +99,12 @@ def _talk(talk: Conversation) -> None:
             return
         elif text:
             try:
-                _answer(talk, text)
+                with _stopped_by_ctrl_c(session):
+                    answer = talk.ask(text, **options)
+                    stream(answer)
+                click.echo(f"[{stats_line(answer)}]", err=True)
             except PromptError as error:
                 click.echo(f"error: {error} (/clear starts a new conversation)", err=True)
-
-
-def _answer(talk: Conversation, text: str) -> None:
-    with talk.stopped_by_ctrl_c():
-        answer = talk.ask(text)
-        stream(answer)
-    click.echo(f"[{stats_line(answer)}]", err=True)
-    if answer.text:
-        talk.remember(text, answer.text)
 
 
 def _read(is_terminal: bool) -> str | None:
