@@ -271,7 +271,10 @@ def _cache_root(folder: Path) -> Path | None:
 
 def _read_safetensors(path: Path, files: ExitStack) -> dict[str, Tensor]:
     """The tensors of one safetensors file, after its whole header has been checked (format: huggingface/safetensors)."""
-    fd = os.open(path, os.O_RDONLY)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BadShard(f"{path} cannot be opened: {error.strerror}") from error
     files.callback(os.close, fd)
     file_bytes = os.fstat(fd).st_size
     prefix = os.pread(fd, 8, 0)
@@ -325,7 +328,10 @@ def _pread_from(fd: int, base: int, path: Path) -> Callable[[int, U8], None]:
     def read_into(offset: int, buffer: U8) -> None:
         view = buffer.data
         while view:
-            n = os.preadv(fd, [view], base + offset)
+            try:
+                n = os.preadv(fd, [view], base + offset)
+            except OSError as error:
+                raise BadShard(f"{path} cannot be read at {base + offset}: {error.strerror}") from error
             if n == 0:
                 raise BadShard(f"{path} ended at {base + offset} while it was read: it was changed or cut")
             view, offset = view[n:], offset + n

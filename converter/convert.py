@@ -6,7 +6,7 @@ of any step's inside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,8 @@ from llama_sidecar.sidecars import (
     KINDS,
     check_pair,
     fingerprint,
-    identify,
     open_main,
     open_sidecar,
-    read_header,
 )
 from llama_sidecar.sidecars import keys as published
 
@@ -83,43 +81,32 @@ def convert(
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
     """
-    main_types = main_recipe(main_type) if main_type else None
-    sidecar_types = sidecar_recipe(sidecar_type)
+    recipes = (main_recipe(main_type) if main_type else None, sidecar_recipe(sidecar_type))
     with open_checkpoint(checkpoint) as opened:
         family = family_of(opened.config)
         tensors = canonical_tensors(opened.tensors, family)
         layout = family.layout(opened.config, tensors.keys())
         account(layout, tensors)
-        if not layout.head and (sidecar_type or not main_types):
+        if not layout.head and (sidecar_type or not main_type):
             raise NoHead(
                 f"{opened.folder} holds no draft head: no tensor in any of its files is called mtp.*; nothing is written"
             )
-
-        main = sidecar = None
-        stem, folder = name or opened.name, Path(out)
-        if main_types:
-            path = folder / file_name(stem, main_types.name)
-            main = _FilePlan(path, main_types, plan(layout.shared + layout.trunk, tensors, main_types), 0)
-        if layout.head:
-            path = folder / file_name(stem, sidecar_types.name, KINDS[KIND].prefix)
-            head = plan(layout.shared + layout.head, tensors, sidecar_types)
-            sidecar = _FilePlan(path, sidecar_types, head, layout.n_head_layers)
-        files = [file for file in (main, sidecar) if file]
-        _check_targets(files, force)
-        check_libggml(tensor.type for file in files for tensor in file.tensors)
+        files = _plan_files(layout, tensors, Path(out), name or opened.name, *recipes)
+        _check_targets(files.values(), force)
+        check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
 
         common = vocabulary_keys(opened)
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
-        written = [_gguf_file(file, opened, family, common, name) for file in files]
-        sizes = write_files(written, _check_contract, progress)
+        whole = {role: _gguf_file(file, opened, family, common, name) for role, file in files.items()}
+        n_bytes = write_files(whole, _check_contract, progress)
 
-    n_bytes = dict(zip((file.path for file in files), sizes, strict=True))
+    main, sidecar = files.get("main"), files.get("sidecar")
     return ConvertResult(
         main=main.path if main else None,
         sidecar=sidecar.path if sidecar else None,
         kind=KIND if sidecar else None,
-        main_bytes=n_bytes[main.path] if main else 0,
-        sidecar_bytes=n_bytes[sidecar.path] if sidecar else 0,
+        main_bytes=n_bytes.get("main", 0),
+        sidecar_bytes=n_bytes.get("sidecar", 0),
         n_head_tensors=len(layout.head),
         main_type=main.recipe.name if main else None,
         sidecar_type=sidecar.recipe.name if sidecar else None,
@@ -127,7 +114,22 @@ def convert(
     )
 
 
-def _check_targets(files: Sequence[_FilePlan], force: bool) -> None:
+def _plan_files(
+    layout: Layout, tensors: Mapping[str, Tensor], out: Path, stem: str, main: Recipe | None, sidecar: Recipe
+) -> dict[str, _FilePlan]:
+    """The files to write, "main" and "sidecar": the one if it is wanted, the other if there is a head."""
+    files = {}
+    if main:
+        parts = plan(layout.shared + layout.trunk, tensors, main)
+        files["main"] = _FilePlan(out / file_name(stem, main.name), main, parts, 0)
+    if layout.head:
+        parts = plan(layout.shared + layout.head, tensors, sidecar)
+        path = out / file_name(stem, sidecar.name, KINDS[KIND].prefix)
+        files["sidecar"] = _FilePlan(path, sidecar, parts, layout.n_head_layers)
+    return files
+
+
+def _check_targets(files: Iterable[_FilePlan], force: bool) -> None:
     existing = [str(file.path) for file in files if file.path.exists()]
     if existing and not force:
         raise OutputExists(
@@ -165,11 +167,9 @@ def _fingerprints(
     }
 
 
-def _check_contract(paths: Sequence[Path]) -> None:
+def _check_contract(paths: Mapping[str, Path]) -> None:
     """Opens the written files as their users will, and holds them against each other."""
-    opened = [read_header(path) for path in paths]
-    mains = [open_main(h.path) for h in opened if identify(h).role == "main"]
-    sidecars = [open_sidecar(h.path) for h in opened if identify(h).role == "sidecar"]
-    for main in mains:
-        for sidecar in sidecars:
-            check_pair(main, sidecar)
+    main = open_main(paths["main"]) if "main" in paths else None
+    sidecar = open_sidecar(paths["sidecar"]) if "sidecar" in paths else None
+    if main and sidecar:
+        check_pair(main, sidecar)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,30 +83,32 @@ def add_keys(header: gguf.GGUFWriter, keys: dict[str, Key]) -> None:
 
 
 def write_files(
-    files: Sequence[GGUFFile], check: Callable[[Sequence[Path]], None], progress: Progress | None = None
-) -> list[int]:
+    files: Mapping[str, GGUFFile],
+    check: Callable[[Mapping[str, Path]], None],
+    progress: Progress | None = None,
+) -> dict[str, int]:
     """Writes all files into one folder or, whatever happens, none; returns their sizes in bytes.
 
-    `check` gets the written files, still under their temporary names. Raises NotEnoughSpace before any data is written
+    The caller's keys are kept. `check` gets the written files, still under their temporary names. Raises NotEnoughSpace before any data is written
     if the disk cannot hold them, or when it fills up; OutputFailed when the system refuses otherwise or a file does not
     read back as planned.
     """
-    folder = files[0].path.parent
+    folder = next(iter(files.values())).path.parent
     made = [f for f in (folder, *folder.parents) if not f.exists()]
-    started: list[_Started] = []
+    started: dict[str, _Started] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            started.append(_Started(file))
-        _check_space(started)
-        _write_data(started, progress)
-        for one in started:
+        for key, file in files.items():
+            started[key] = _Started(file)
+        _check_space(started.values())
+        _write_data(started.values(), progress)
+        for one in started.values():
             one.check()
-        check([one.path for one in started])
-        for one in started:
+        check({key: one.path for key, one in started.items()})
+        for one in started.values():
             os.replace(one.path, one.file.path)
         made = []
-        return [one.n_bytes for one in started]
+        return {key: one.n_bytes for key, one in started.items()}
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
@@ -114,7 +116,7 @@ def write_files(
             ) from error
         raise OutputFailed(f"{folder} cannot be written: {error.strerror or error}") from error
     finally:
-        for one in started:
+        for one in started.values():
             one.discard()
         for empty in made:
             with suppress(OSError):
@@ -166,8 +168,8 @@ class _Started:
         self.path.unlink(missing_ok=True)
 
 
-def _check_space(started: Sequence[_Started]) -> None:
-    folder = started[0].path.parent
+def _check_space(started: Collection[_Started]) -> None:
+    folder = next(iter(started)).path.parent
     needed = sum(one.n_bytes - one.header_bytes for one in started)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -176,7 +178,7 @@ def _check_space(started: Sequence[_Started]) -> None:
         )
 
 
-def _slices(started: Sequence[_Started]) -> Iterator[tuple[_Started, Tensor, int, int, int]]:
+def _slices(started: Collection[_Started]) -> Iterator[tuple[_Started, Tensor, int, int, int]]:
     """(file, tensor, its offset in the file, first row, last row + 1)."""
     for one in started:
         for tensor, offset in zip(one.file.tensors, one.offsets, strict=True):
@@ -197,7 +199,7 @@ def _write_slice(one: _Started, tensor: Tensor, offset: int, start: int, stop: i
     return n_bytes, tensor.name
 
 
-def _write_data(started: Sequence[_Started], progress: Progress | None) -> None:
+def _write_data(started: Collection[_Started], progress: Progress | None) -> None:
     """Slices are independent: each thread reads, converts and writes its own."""
     for one in started:
         os.truncate(one.fd, one.n_bytes)
