@@ -49,11 +49,13 @@ def write_pair(
     type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     edit: Callable[[dict[str, np.ndarray]], None] | None = None,
     sidecar_padding: int = 0,
+    template: str | None = None,
 ) -> Pair:
     """Writes `main.gguf` and `mtp-main.gguf` with random weights of one seed.
 
     `recurrent` makes every layer but each fourth a gated-delta layer; without it all layers are attention. `edit` may
     change the tensors before they are written. `sidecar_padding` rows with the largest logits follow the sidecar's own.
+    `template` is a chat template.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -165,6 +167,8 @@ def write_pair(
         out.add_eos_token_id(0)
         out.add_add_bos_token(False)
         out.add_name("tiny")
+        if template is not None:
+            out.add_chat_template(template)
         for name in names:
             data = tensors[name]
             if name == "token_embd.weight" and padding:

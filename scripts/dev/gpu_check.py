@@ -19,6 +19,7 @@ from llama_sidecar.runtime import LoadError, placement
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.lossless import Check, sweep
 from llama_sidecar.runtime.prompts import read_prompts
+from llama_sidecar.scripts.__main__ import bound_spinning
 from llama_sidecar.scripts._options import Loader, load_options
 from llama_sidecar.scripts._show import note, summary, table
 from llama_sidecar.scripts.bench import BUILT_IN
@@ -38,9 +39,12 @@ NEAR_TIE = 2e-2  # of logits: widths round by this much on the CPU with F32 and 
 @load_options
 def command(open_model: Loader, n: int, budget: float, json_out: Path) -> None:
     """Check MAIN and its sidecar on the backends that the installed llama-cpp-python has."""
+    bound_spinning()
     free_before = _free_bytes()
     with open_model() as model:
         free_loaded = _free_bytes()
+        with model.session():
+            free_in_session = _free_bytes()
         prompts = read_prompts(BUILT_IN["code"]) + read_prompts(BUILT_IN["prose"])
         checks = [
             check
@@ -49,23 +53,29 @@ def command(open_model: Loader, n: int, budget: float, json_out: Path) -> None:
         ]
         report = measure(model, prompts, n=n, budget_s=budget)
     memory = {
-        "peak_rss_bytes": _peak_rss_bytes(),
-        "gpu_bytes_of_weights": free_before - free_loaded,
-        "gpu_free_bytes_before": free_before,
+        "peak_rss": _peak_rss_bytes(),
+        "gpu_free_before": free_before,
+        "gpu_weights": free_before - free_loaded,
+        "gpu_session": free_loaded - free_in_session,
     }
-    failed = [check for check in checks if check.margin is not None and check.margin > NEAR_TIE]
-    columns = ["drafter", "depth", "tokens", "L", "token ids"]
-    click.echo(table(columns, map(_row, checks)))
+    failed = [check for _, check in checks if check.margin is not None and check.margin > NEAR_TIE]
+    columns = ["task", "drafter", "depth", "tokens", "L", "token ids"]
+    click.echo(table(columns, [(task, *_row(check)) for task, check in checks]))
     click.echo(f"\n{summary(report)}\n")
-    click.echo(table(["memory", "MB"], [(name, f"{n_bytes / 1e6:,.1f}") for name, n_bytes in memory.items()]))
+    click.echo(
+        table(
+            ["memory", "MB"],
+            [(name.replace("_", " "), f"{n_bytes / 1e6:,.1f}") for name, n_bytes in memory.items()],
+        )
+    )
     for warning in report.warnings:
         note(warning)
     data = {
         "schema": 1,
         "lossless": not failed,
         "near_tie": NEAR_TIE,
-        "sweep": [check.to_json() for check in checks],
-        "memory": memory,
+        "sweep": [{"task": task, **check.to_json()} for task, check in checks],
+        "memory_bytes": memory,
         "bench": report.to_json(),
     }
     json_out.write_text(json.dumps(data, indent=1) + "\n")
