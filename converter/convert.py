@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_sidecar.converter.checkpoint import Checkpoint, Tensor, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.errors import NoHead, OutputExists
+from llama_sidecar.converter.errors import NoHead, OutputExists, OutputFailed
 from llama_sidecar.converter.families import Family, Layout, family_of
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
@@ -81,6 +81,8 @@ def convert(
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
     """
+    if Path(out).suffix == ".gguf":
+        raise OutputFailed(f"{out} is a file's name; expected a folder for the main file and its sidecar")
     recipes = (main_recipe(main_type) if main_type else None, sidecar_recipe(sidecar_type))
     with open_checkpoint(checkpoint) as opened:
         family = family_of(opened.config)

@@ -239,6 +239,23 @@ def test_9_every_unplaced_missing_and_misshapen_tensor_is_listed_first(tmp_path:
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
+def test_bin_shards_give_the_same_files(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    folder = make_checkpoint(tmp_path / "bin")
+    state = {
+        name: torch.from_numpy(tensor.astype(np.float32)).to(
+            torch.bfloat16 if tensor.itemsize == 2 else torch.float32
+        )
+        for name, tensor in tiny_tensors("qwen35", "tied").items()
+    }
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    got = convert(folder, tmp_path / "out")
+    expected = convert(make_checkpoint(tmp_path), tmp_path / "expected")
+    for one, other in ((got.main, expected.main), (got.sidecar, expected.sidecar)):
+        assert one and other and one.read_bytes() == other.read_bytes()
+
+
 # Names and keys.
 
 
@@ -376,6 +393,29 @@ def test_too_small_a_disk_is_noticed_before_any_data(tmp_path: Path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
+def test_full_disk(tmp_path: Path) -> None:
+    """A real one, where this may be mounted: found before writing if it is known, and while writing if not."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("no tmpfs can be mounted here")
+    folder = make_checkpoint(tmp_path)
+    try:
+        with pytest.raises(NotEnoughSpace, match="the files need"):
+            convert(folder, disk / "out")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(NotEnoughSpace, match="filled up"):
+            patch.setattr(writer, "_check_space", lambda started: None)
+            convert(folder, disk / "out")
+        assert files_in(disk) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 @pytest.mark.parametrize(
     ("code", "expected"), [(errno.ENOSPC, NotEnoughSpace), (errno.EIO, OutputFailed)], ids=["full", "broken"]
 )
@@ -402,8 +442,11 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    folder = make_checkpoint(tmp_path)
     with pytest.raises(OutputFailed, match="cannot be written"):
-        convert(make_checkpoint(tmp_path), tmp_path / "file")
+        convert(folder, tmp_path / "file")
+    with pytest.raises(OutputFailed, match="expected a folder"):
+        convert(folder, tmp_path / "model.gguf")
 
 
 def _fail_after(n: int, error: BaseException, function: Callable[..., Any]) -> Callable[..., Any]:
