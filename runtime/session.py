@@ -334,6 +334,11 @@ class Generation(Iterator[str]):
             history.append(first)
             session._history = history
             yield self._take([first])[1]
+            if request.depth and not self.finished:
+                started = time.perf_counter()
+                with session._compute() as native:
+                    native.catch_up()
+                stats.prompt_s += time.perf_counter() - started
             while not self.finished:
                 if session._cancelled:
                     self._finish("cancelled")
@@ -402,5 +407,5 @@ class Generation(Iterator[str]):
                 native.feed(piece, not todo)
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
-        self.stats.prompt_s = time.perf_counter() - started
+        self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
         return first

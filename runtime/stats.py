@@ -10,6 +10,7 @@ from typing import Any
 class Stats:
     """Counts and seconds of one generation.
 
+    `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `generate_s` runs from the first token on, without the time the caller spends between pieces.
 
@@ -30,6 +31,7 @@ class Stats:
     n_drafted: int = 0
     n_accepted: int = 0
     prompt_s: float = 0.0
+    first_s: float = 0.0
     generate_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -53,7 +55,7 @@ class Stats:
         """Adds the counts and seconds of another generation."""
         for name in ("n_prompt", "n_reused", "n_rounds", "n_tokens", "n_drafted", "n_accepted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("prompt_s", "generate_s", "draft_s", "verify_s", "accept_s"):
+        for name in ("prompt_s", "first_s", "generate_s", "draft_s", "verify_s", "accept_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for counts, others in (
             (self._drafted_at, other._drafted_at),

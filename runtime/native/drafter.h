@@ -37,6 +37,9 @@ class Drafter {
 
     virtual bool needs_hidden_rows() const = 0;
 
+    // Does now what it would otherwise do at the next propose() for the tokens it has observed.
+    virtual void catch_up() {}
+
     // A compact head has rows for some of the target's tokens only: from now on `token` is fed as that row. A token that
     // was never mapped is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
     virtual void map_token(llama_token /*token*/, int32_t /*row*/) {}

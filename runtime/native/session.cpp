@@ -17,13 +17,16 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
-    : target_(ctx, drafter && drafter->needs_hidden_rows()), drafter_(std::move(drafter)) {
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, llama_context * plain_ctx)
+    : main_target_(ctx, drafter && drafter->needs_hidden_rows()), target_(&main_target_), drafter_(std::move(drafter)) {
+    if (plain_ctx != nullptr) {
+        plain_target_ = std::make_unique<Target>(plain_ctx, drafter_ && drafter_->needs_hidden_rows());
+    }
     clear();
 }
 
 void Session::clear() {
-    target_.clear();
+    target_->clear();
     block_.clear();
     n_emitted_ = 0;
     last_ = -1;
@@ -32,14 +35,14 @@ void Session::clear() {
 
 void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
     observe_block();
-    block_pos_ = target_.n_past();
-    target_.decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
+    block_pos_ = target_->n_past();
+    target_->decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
     block_ = tokens;
     n_emitted_ = 0;
 }
 
 llama_token Session::first(Chooser & chooser) {
-    last_ = chooser.choose(target_, int32_t(block_.size()) - 1, -1);
+    last_ = chooser.choose(*target_, int32_t(block_.size()) - 1, -1);
     return last_;
 }
 
@@ -49,21 +52,21 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
 
     if (drafter_) {
         observe_block();
-        const int32_t n_room = std::min(target_.n_ctx() - target_.n_past(), target_.n_batch()) - 1;
-        if (std::min(depth, n_room) > 0) {
+        const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch()) - 1;
+        if (!is_plain() && std::min(depth, n_room) > 0) {
             drafter_->propose(last_, std::min(depth, n_room), round.drafts);
         }
     }
     round.draft_s = seconds_since(mark);
 
-    block_pos_ = target_.n_past();
+    block_pos_ = target_->n_past();
     block_.assign(1, last_);
     block_.insert(block_.end(), round.drafts.begin(), round.drafts.end());
-    target_.decode(block_.data(), int32_t(block_.size()), Outputs::all, true);
-    target_.logits(0);  // waits for the backend, so that its time is counted here
+    target_->decode(block_.data(), int32_t(block_.size()), Outputs::all, true);
+    target_->logits(0);  // waits for the backend, so that its time is counted here
     round.verify_s = seconds_since(mark);
 
-    round.n_accepted = accept(target_, round.drafts, chooser, ignore_eog, round.tokens);
+    round.n_accepted = accept(*target_, round.drafts, chooser, ignore_eog, round.tokens);
     block_.resize(1);
     block_.insert(block_.end(), round.tokens.begin(), round.tokens.end());
     n_emitted_ = int32_t(round.tokens.size());
@@ -72,12 +75,26 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
     return round;
 }
 
+void Session::catch_up() {
+    observe_block();
+    if (drafter_) drafter_->catch_up();
+}
+
+void Session::use_plain(bool plain) {
+    Target * wanted = plain && plain_target_ ? plain_target_.get() : &main_target_;
+    if (wanted == target_) return;
+    observe_block();  // its hidden rows lie where the sequence leaves
+    wanted->restore(target_->state(), target_->n_past());
+    target_ = wanted;
+    n_emitted_ = 0;
+}
+
 void Session::keep(int32_t n) {
     // block_ is the last token of the round before, then what this round emitted: the final one is not decoded yet.
     if (n < 1 || n > n_emitted_) {
         throw std::logic_error("keep(" + std::to_string(n) + ") of " + std::to_string(n_emitted_) + " emitted tokens");
     }
-    target_.rewind(block_pos_ + n);
+    target_->rewind(block_pos_ + n);
     last_ = block_[n];
     n_emitted_ = n;
     block_.resize(n + 1);
@@ -90,11 +107,11 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
     size_t next = 0;
     for (int32_t i = 0; i < repeats; ++i) {
         for (llama_token & row : rows) row = tokens[next++ % tokens.size()];
-        if (target_.n_past() + n_rows > target_.n_ctx()) target_.clear();
-        target_.settle();
+        if (target_->n_past() + n_rows > target_->n_ctx()) target_->clear();
+        target_->settle();
         auto mark = std::chrono::steady_clock::now();
-        target_.decode(rows.data(), n_rows, Outputs::all);
-        target_.logits(0);  // waits for the backend
+        target_->decode(rows.data(), n_rows, Outputs::all);
+        target_->logits(0);  // waits for the backend
         seconds.push_back(seconds_since(mark));
     }
     return seconds;
@@ -102,8 +119,8 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
 
 void Session::observe_block() {
     if (drafter_ && !block_.empty()) {
-        drafter_->observe(block_pos_, block_.data(), drafter_->needs_hidden_rows() ? target_.hidden_rows() : nullptr,
-                          target_.n_past() - block_pos_);
+        drafter_->observe(block_pos_, block_.data(), drafter_->needs_hidden_rows() ? target_->hidden_rows() : nullptr,
+                          target_->n_past() - block_pos_);
     }
     block_.clear();
 }

@@ -34,8 +34,9 @@ struct Round {
 
 class Session {
   public:
-    // `ctx` is not owned. Without a drafter every step decodes one row.
-    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter);
+    // The contexts are not owned. Without a drafter every step decodes one row. `plain_ctx` is null, or a context of the
+    // same model without rollback slots: see use_plain().
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, llama_context * plain_ctx = nullptr);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -44,6 +45,13 @@ class Session {
     // One round with at most `depth` drafts; fewer where the context's end or its batch is near. Needs n_past() < n_ctx.
     Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
     void keep(int32_t n);
+    // Moves the sequence to the context without rollback slots, where one row is cheaper and only depth 0 is possible, or
+    // back; copies its state once. Does nothing without such a context, or when the sequence is there already.
+    void use_plain(bool plain);
+    bool is_plain() const { return target_ == plain_target_.get(); }
+
+    // Lets the drafter do now what it would otherwise do in the next step: after a prompt, so that its cost shows there.
+    void catch_up();
     void map_token(llama_token token, int32_t row) {
         if (drafter_) drafter_->map_token(token, row);
     }
@@ -54,13 +62,15 @@ class Session {
     std::vector<double> time_rows(const std::vector<llama_token> & tokens, int32_t n_rows, int32_t repeats);
 
     llama_token last() const { return last_; }
-    int32_t n_past() const { return target_.n_past(); }
-    Target & target() { return target_; }
+    int32_t n_past() const { return target_->n_past(); }
+    Target & target() { return *target_; }
 
   private:
     void observe_block();
 
-    Target target_;
+    Target main_target_;
+    std::unique_ptr<Target> plain_target_;  // or null
+    Target * target_;                       // where the sequence is
     std::unique_ptr<Drafter> drafter_;
     llama_token last_ = -1;
 

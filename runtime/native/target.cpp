@@ -82,6 +82,16 @@ std::vector<uint8_t> Target::state() {
     return bytes;
 }
 
+void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
+    clear();
+    dirty_ = true;
+    if (api().state_seq_set_data(ctx_, state.data(), state.size(), 0, 0) == 0) {
+        throw LibraryError("llama.cpp could not take over a sequence's state of " + std::to_string(state.size()) + " bytes");
+    }
+    n_past_ = n_cells_ = n_past;
+    dirty_ = false;
+}
+
 void Target::clear() {
     api().memory_clear(api().get_memory(ctx_), true);
     n_past_ = n_cells_ = n_last_rows_ = 0;

@@ -45,6 +45,8 @@ class Target {
 
     // KV cache and recurrent state of the standing positions, as llama.cpp serialises a sequence. Settles first.
     std::vector<uint8_t> state();
+    // Takes over such a state of n_past positions, from any context of the same model and KV types.
+    void restore(const std::vector<uint8_t> & state, int32_t n_past);
 
     // Forgets everything; also mends a dirty target.
     void clear();

@@ -5,7 +5,8 @@
 //
 // Cells are of two sorts. The first n_true_ were made from the target's hidden rows and stay. Those after them were made
 // from the head's own rows while drafting and are dropped before the next decode. Rows that the target has handed over
-// but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass.
+// but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass. While nobody drafts
+// they only pile up, so that a pause in drafting costs nothing until it ends.
 //
 // A compact head knows some of the target's tokens only (sidecars/compact.py). Its rows are mapped where tokens enter the
 // batch and where drafts leave it; everything between speaks of the target's ids.
@@ -19,6 +20,8 @@
 namespace sidecar {
 
 namespace {
+
+constexpr size_t max_queued = 1024;  // rows that may wait: 4 MB at a width of 1,024
 
 class Mtp final : public Drafter {
   public:
@@ -56,7 +59,7 @@ class Mtp final : public Drafter {
             if (pos + i > n_known) throw std::logic_error("the mtp drafter was not shown every position");
             if (pos + i == n_known) {
                 push(tokens[i]);
-                if (int32_t(tokens_.size()) == n_batch_) decode(false);
+                if (tokens_.size() == max_queued) catch_up();
             }
             std::memcpy(carry_.data(), hidden + size_t(i) * n_embd_, n_embd_ * sizeof(float));
         }
@@ -64,6 +67,7 @@ class Mtp final : public Drafter {
 
     void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
         push(last);
+        while (tokens_.size() > size_t(n_batch_)) decode(false);
         int32_t row = decode(true);
         for (int32_t i = 0; i < n; ++i) {
             const llama_token drafted = read_draft(row);
@@ -73,6 +77,10 @@ class Mtp final : public Drafter {
     }
 
     bool needs_hidden_rows() const override { return true; }
+
+    void catch_up() override {
+        while (!tokens_.empty()) decode(false);
+    }
 
     void map_token(llama_token token, int32_t row) override {
         if (ids_.empty()) return;
@@ -139,7 +147,8 @@ class Mtp final : public Drafter {
         rows_.insert(rows_.end(), carry_.begin(), carry_.end());
     }
 
-    // Decodes the queued cells; with `wants_output` the last one has logits and a hidden row. Returns its row's index.
+    // Decodes the oldest queued cells, a batch at most; with `wants_output` the last of them has logits and a hidden row.
+    // Returns its row's index.
     int32_t decode(bool wants_output) {
         if (n_cells_ > n_true_) {
             if (!api().memory_seq_rm(api().get_memory(ctx_), 0, n_true_, -1)) {
@@ -147,15 +156,15 @@ class Mtp final : public Drafter {
             }
             n_cells_ = n_true_;
         }
-        const int32_t n = int32_t(tokens_.size());
+        const int32_t n = std::min(int32_t(tokens_.size()), n_batch_);
         api().batch_clear(batch_);
         for (int32_t i = 0; i < n; ++i) {
             add(tokens_[i], rows_.data() + size_t(i) * n_embd_, n_cells_ + i, wants_output && i == n - 1);
         }
         process(n);
         n_true_ = n_cells_;
-        tokens_.clear();
-        rows_.clear();
+        tokens_.erase(tokens_.begin(), tokens_.begin() + n);
+        rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n) * ptrdiff_t(n_embd_));
         return n - 1;
     }
 
