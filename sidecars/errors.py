@@ -21,6 +21,10 @@ class UnreadableFile(LlamaSidecarError):
     """The path is missing, is not a regular file, or the system refuses to read it."""
 
 
+class UnwritableFile(LlamaSidecarError):
+    """The system refuses to write a file: no permission, a full disk."""
+
+
 # A GGUF container that breaks its own rules.
 
 
@@ -97,6 +101,22 @@ class NotAMain(LlamaSidecarError):
 
 class NotASidecar(LlamaSidecarError):
     """A main model was given where a sidecar is needed."""
+
+
+class CompactGiven(LlamaSidecarError):
+    """A compact sidecar was given where a standard sidecar or a main model is needed."""
+
+
+class NotCompact(LlamaSidecarError):
+    """The file is not a compact sidecar."""
+
+
+class CannotCut(LlamaSidecarError):
+    """The head cannot be cut to some rows of its vocabulary: there is none, or its kind needs every row."""
+
+
+class BadRows(LlamaSidecarError):
+    """The rows of a compact sidecar are not ascending token ids of its target, one for each row it holds."""
 
 
 class MissingTensors(LlamaSidecarError):

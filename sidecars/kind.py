@@ -35,9 +35,16 @@ def _in_no_main(header: GGUFHeader) -> bool:
     return False
 
 
+def _cannot_cut(header: GGUFHeader) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True)
 class Kind:
-    """One kind of sidecar. `rank` 1 is taken first; file names start with `prefix`; `llama_name` is llama.cpp's."""
+    """One kind of sidecar. `rank` 1 is taken first; file names start with `prefix`; `llama_name` is llama.cpp's.
+
+    `vocab_tensors` names the tensors with one row per token, which a compact sidecar holds some rows of; none: it cannot be cut.
+    """
 
     name: str
     title: str
@@ -48,6 +55,7 @@ class Kind:
     check: Callable[[GGUFHeader], None]
     target: Callable[[GGUFHeader], Target]
     is_embedded: Callable[[GGUFHeader], bool] = _in_no_main
+    vocab_tensors: Callable[[GGUFHeader], list[str]] = _cannot_cut
 
 
 def n_blocks(header: GGUFHeader) -> int:

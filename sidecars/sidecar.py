@@ -71,11 +71,17 @@ class Sidecar:
 def identify(header: GGUFHeader) -> Identity:
     """Say what a file is from its header alone, by the rules llama.cpp's loader and drafters use.
 
-    Raises NotAModel where it is neither a main model nor a sidecar, MissingKey where it has no block count.
+    Raises CompactGiven for a compact sidecar (compact.py opens it), NotAModel where it is neither a main model nor a sidecar,
+    MissingKey where it has no block count.
 
     >>> identify(read_header("mtp-NAME-Q8_0.gguf"))  # doctest: +SKIP
     Identity(role='sidecar', kind='mtp')
     """
+    if keys.COMPACT_TARGET_IDS in header.keys:
+        raise errors.CompactGiven(
+            f"{header.path}: this is a compact sidecar, which has its own token ids and is used by itself alone; "
+            f"give the sidecar or main model that it was cut from"
+        )
     for kind in KINDS.values():
         if kind.is_sidecar(header):
             return Identity("sidecar", kind.name)
@@ -113,7 +119,7 @@ def open_main(path: str | os.PathLike[str]) -> MainFile:
         n_layers=_n_trunk_layers(header),
         tokens=header.strings(keys.TOKENS),
         head_kind=identity.kind,
-        rows=_fingerprint(header, keys.FINGERPRINT_ROWS),
+        rows=fingerprint(header, keys.FINGERPRINT_ROWS),
     )
 
 
@@ -135,11 +141,7 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
         )
         raise errors.NotASidecar(f"{path}: this is {identity} ({header.arch}), not a sidecar; {advice}")
     kind = KINDS[identity.kind]
-    version = header.uint(keys.FORMAT, default=keys.FORMAT_VERSION)
-    if version != keys.FORMAT_VERSION:
-        raise errors.UnsupportedFormat(
-            f"{path}: {keys.FORMAT} is {version}; {keys.FORMAT_VERSION} is expected: install a newer llama-sidecar"
-        )
+    check_format(header)
     kind.check(header)
     return Sidecar(
         path=header.path,
@@ -148,8 +150,8 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
         arch=header.arch,
         tokens=header.strings(keys.TOKENS),
         target=kind.target(header),
-        trunk=_fingerprint(header, keys.FINGERPRINT_TRUNK),
-        rows=_fingerprint(header, keys.FINGERPRINT_ROWS),
+        trunk=fingerprint(header, keys.FINGERPRINT_TRUNK),
+        rows=fingerprint(header, keys.FINGERPRINT_ROWS),
     )
 
 
@@ -163,7 +165,17 @@ def _n_trunk_layers(header: GGUFHeader) -> int:
     return total - n_heads
 
 
-def _fingerprint(header: GGUFHeader, key: str) -> str | None:
+def check_format(header: GGUFHeader) -> None:
+    """Raise UnsupportedFormat where `sidecar.format` is one that this version does not read."""
+    version = header.uint(keys.FORMAT, default=keys.FORMAT_VERSION)
+    if version != keys.FORMAT_VERSION:
+        raise errors.UnsupportedFormat(
+            f"{header.path}: {keys.FORMAT} is {version}; {keys.FORMAT_VERSION} is expected: install a newer llama-sidecar"
+        )
+
+
+def fingerprint(header: GGUFHeader, key: str) -> str | None:
+    """Return a key that holds a SHA-256, None where it is absent; raises BadFingerprint, WrongKey."""
     if key not in header.keys:
         return None
     value = header.string(key)

@@ -50,12 +50,15 @@ def write_pair(
     edit: Callable[[dict[str, np.ndarray]], None] | None = None,
     sidecar_padding: int = 0,
     template: str | None = None,
+    n_vocab: int = N_VOCAB,
+    embedded: bool = False,
 ) -> Pair:
     """Writes `main.gguf` and `mtp-main.gguf` with random weights of one seed.
 
     `recurrent` makes every layer but each fourth a gated-delta layer; without it all layers are attention. `edit` may
-    change the tensors before they are written. `sidecar_padding` rows with the largest logits follow the sidecar's own.
-    `template` is a chat template.
+    change the tensors before they are written, and give the head more. `sidecar_padding` rows with the largest logits follow
+    the sidecar's own. `template` is a chat template. `n_vocab` adds tokens to the bytes. `embedded` puts the head into the main
+    file too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -107,7 +110,7 @@ def write_pair(
             matrix(p + f"ffn_up{shared}.weight", N_FF, N_EMBD)
             matrix(p + f"ffn_down{shared}.weight", N_EMBD, N_FF)
 
-    matrix("token_embd.weight", N_VOCAB, N_EMBD)
+    matrix("token_embd.weight", n_vocab, N_EMBD)
     vector("output_norm.weight", 1 + 0.1 * rng.standard_normal(N_EMBD))
     shared = list(tensors)
     for i in range(layers):
@@ -117,9 +120,9 @@ def write_pair(
     matrix(f"blk.{layers}.nextn.eh_proj.weight", N_EMBD, 2 * N_EMBD)
     for name in ("enorm", "hnorm", "shared_head_norm"):
         vector(f"blk.{layers}.nextn.{name}.weight", np.ones(N_EMBD))
-    head = [name for name in tensors if name not in trunk]
     if edit is not None:
         edit(tensors)
+    head = [name for name in tensors if name not in trunk]
 
     def write(path: Path, names: list[str], n_heads: int) -> Path:
         out = gguf.GGUFWriter(path, arch)
@@ -161,8 +164,9 @@ def write_pair(
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("qwen35")
         padding = sidecar_padding if n_heads else 0
-        out.add_token_list(byte_tokens() + [f"[PAD{N_VOCAB + i}]" for i in range(padding)])
-        out.add_token_types([1] * N_VOCAB + [5] * padding)
+        words = [f"Ġ{i}" for i in range(N_VOCAB, n_vocab)]
+        out.add_token_list(byte_tokens() + words + [f"[PAD{n_vocab + i}]" for i in range(padding)])
+        out.add_token_types([1] * n_vocab + [5] * padding)
         out.add_token_merges(["Ġ Ġ"])
         out.add_eos_token_id(0)
         out.add_add_bos_token(False)
@@ -188,4 +192,5 @@ def write_pair(
         out.close()
         return path
 
-    return Pair(write(folder / "main.gguf", trunk, 0), write(folder / "mtp-main.gguf", shared + head, 1))
+    main = write(folder / "main.gguf", trunk + head, 1) if embedded else write(folder / "main.gguf", trunk, 0)
+    return Pair(main, write(folder / "mtp-main.gguf", shared + head, 1))

@@ -53,8 +53,8 @@ def check(header: GGUFHeader) -> None:
         required[keys.NEXTN_ENORM.format(i=i)] = (width,)
         required[keys.NEXTN_HNORM.format(i=i)] = (width,)
         optional[f"blk.{i}.nextn.shared_head_norm.weight"] = (width,)
-        optional[f"blk.{i}.nextn.shared_head_head.weight"] = (width, n_vocab)
-        optional[f"blk.{i}.nextn.embed_tokens.weight"] = (width, n_vocab)
+        optional[keys.NEXTN_SHARED_HEAD_HEAD.format(i=i)] = (width, n_vocab)
+        optional[keys.NEXTN_EMBED_TOKENS.format(i=i)] = (width, n_vocab)
     check_tensors(header, required, optional)
     trunk = tuple(f"blk.{i}." for i in range(n_layers))
     stray = [name for name in header.tensors if name.startswith(trunk)]
@@ -71,6 +71,17 @@ def target(header: GGUFHeader) -> Target:
     return Target(arch=header.arch, width=width, n_layers=n_layers)
 
 
+def vocab_tensors(header: GGUFHeader) -> list[str]:
+    if header.arch in ASSISTANTS:  # reads the main model's embeddings, by the main model's ids
+        return []
+    total = n_blocks(header)
+    blocks = range(total - n_heads(header), total)
+    own = [
+        name.format(i=i) for i in blocks for name in (keys.NEXTN_EMBED_TOKENS, keys.NEXTN_SHARED_HEAD_HEAD)
+    ]
+    return [name for name in (keys.TOKEN_EMBD, keys.OUTPUT, *own) if name in header.tensors]
+
+
 KIND = Kind(
     name="mtp",
     title="MTP",
@@ -81,4 +92,5 @@ KIND = Kind(
     is_embedded=is_embedded,
     check=check,
     target=target,
+    vocab_tensors=vocab_tensors,
 )

@@ -1,0 +1,416 @@
+"""Compact sidecars: a head cut to the rows of its vocabulary that are worth drafting.
+
+Most of a draft step is the product with the whole vocabulary. A compact sidecar holds the same blocks and some rows of each
+matrix that has one row per token, copied byte for byte, with a list of the target's token ids they stand for. Tokens outside it
+can still be fed: as the row inside whose embedding is nearest. What a draft is made of never changes the text. FORMAT.md has the
+contract. Knows files and arrays; which tensors have a row per token, a kind says (kinds/); where files are kept, the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import gguf
+import numpy as np
+from gguf.constants import GGUFValueType, TokenType
+from numpy.typing import ArrayLike, NDArray
+
+from llama_sidecar.sidecars import errors, keys
+from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo
+from llama_sidecar.sidecars.gguf_reader import read_header
+from llama_sidecar.sidecars.kind import n_blocks
+from llama_sidecar.sidecars.kinds import KINDS
+from llama_sidecar.sidecars.shards import shard_name
+from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, check_format, fingerprint
+
+N_ROWS = 32_768  # of a large vocabulary, these cover nearly all text of one language
+SMALL_VOCAB = 65_536  # up to here a cut costs more acceptance than it saves time
+PIECE_BYTES = 1 << 18  # of a tensor, held in memory at a time: near the cache
+
+Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
+
+_ALWAYS = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)
+_U64 = struct.Struct("<Q")
+_KIND_PREFIX = re.compile("|".join(re.escape(kind.prefix) for kind in KINDS.values()), re.IGNORECASE)
+_NOT_COPIED = ("tokenizer.", "split.", "sidecar.", keys.ARCHITECTURE, keys.ALIGNMENT)
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """A checked compact sidecar.
+
+    `target_ids` (n_rows,) I32, ascending: the target's token id of each draft id; `n_vocab` counts the source's tokens;
+    `source` is the `content_hash` of the head it was cut from.
+    """
+
+    path: Path
+    header: GGUFHeader
+    target_ids: NDArray[np.int32]
+    n_vocab: int
+    source: str
+
+
+def default_n_rows(n_vocab: int) -> int | None:
+    """Return how many rows are worth keeping of a vocabulary of `n_vocab` tokens; None where cutting does not pay.
+
+    >>> default_n_rows(248_320), default_n_rows(32_000)
+    (32768, None)
+    """
+    return N_ROWS if n_vocab > SMALL_VOCAB else None
+
+
+def choose_rows(
+    tokens: Sequence[str | bytes], token_types: ArrayLike | None, n_rows: int, counts: ArrayLike | None = None
+) -> NDArray[np.int32]:
+    """Choose which tokens to draft: `(n_rows,)` token ids, ascending; all of them where there are no more.
+
+    First the special and byte tokens (so that any text can be spelled and ended), then the tokens counted, most frequent
+    first, then the lowest ids (a vocabulary of merges is in order of frequency), unused ones last. `tokens` and
+    `token_types` (n_vocab,; None: all normal) are the GGUF's; `counts` says how often each id was seen, missing ones never.
+    Raises BadRows where `n_rows` is less than 1 or `token_types` has another length than `tokens`.
+
+    >>> choose_rows(["a", "th", "the", "cat", "<end>"], [1, 1, 1, 1, 3], 3, counts=[0, 0, 0, 7])
+    array([0, 3, 4], dtype=int32)
+    """
+    n_vocab = len(tokens)
+    types = np.full(n_vocab, TokenType.NORMAL) if token_types is None else np.asarray(token_types)
+    if n_rows < 1:
+        raise errors.BadRows(f"{n_rows} rows were asked for; at least 1 is expected")
+    if types.shape != (n_vocab,):
+        raise errors.BadRows(f"there are types of {types.size} tokens; {n_vocab} are expected")
+    seen = np.zeros(n_vocab, np.int64)
+    known = np.asarray(() if counts is None else counts, np.int64)[:n_vocab]
+    seen[: known.size] = known
+    texts = tokens.iter_raw() if isinstance(tokens, StringArray) else tokens
+    always = np.isin(types, _ALWAYS) | np.fromiter((text in _BYTE_TOKENS for text in texts), bool, n_vocab)
+    unused = (types == TokenType.UNUSED) & (seen == 0)
+    order = np.lexsort((np.arange(n_vocab), -seen, unused, ~always))
+    return np.sort(order[:n_rows]).astype(np.int32)
+
+
+def _byte_tokens() -> frozenset[str | bytes]:
+    """The 256 bytes as byte-level BPE spells them: printable Latin-1 as itself, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    letters = {chr(code) for code in (*printable, *range(0x100, 0x200 - len(printable)))}
+    return frozenset(letters | {letter.encode() for letter in letters})
+
+
+_BYTE_TOKENS = _byte_tokens()
+
+
+def coverage(rows: ArrayLike, counts: ArrayLike) -> float:
+    """Return the share of the tokens counted that are among `rows` (token ids); 1 where none was counted.
+
+    >>> coverage([0, 2], [6, 2, 2])
+    0.8
+    """
+    seen, ids = np.asarray(counts, np.int64), np.asarray(rows)
+    total = int(seen.sum())
+    return int(seen[ids[ids < seen.size]].sum()) / total if total else 1.0
+
+
+def token_types(source: Sidecar | MainFile) -> NDArray[np.int32] | None:
+    """Return the types of a source's tokens (n_vocab,), None where the file has none; raises WrongKey."""
+    types = source.header.keys.get(keys.TOKEN_TYPES)
+    if types is None:
+        return None
+    if not (isinstance(types, np.ndarray) and types.dtype.kind in "iu" and types.size == len(source.tokens)):
+        raise errors.WrongKey(
+            f"{source.path}: {keys.TOKEN_TYPES} is not an array of {len(source.tokens)} integers, one for each token"
+        )
+    return types.astype(np.int32)
+
+
+def file_name(source: Path, n_rows: int) -> str:
+    """Name a compact sidecar so that llama.cpp does not take it for a standard one.
+
+    >>> file_name(Path("mtp-NAME-Q8_0.gguf"), 32768)
+    'compact-NAME-Q8_0-32768.gguf'
+    """
+    shard = shard_name(source)
+    stem = shard[0] if shard else source.stem
+    while _KIND_PREFIX.search(f"{stem}-"):
+        stem = _KIND_PREFIX.sub("", f"{stem}-").rstrip("-")
+    return f"compact-{stem or 'head'}-{n_rows}.gguf"
+
+
+def content_hash(source: Sidecar | MainFile) -> str:
+    """Hash whatever of a head can get into a compact sidecar (keys, tokens, tensors) to 64 hexadecimal digits.
+
+    Reads the head's tensors: a second for a gigabyte or two. Raises CannotCut, UnreadableFile, TruncatedFile and the errors of
+    FORMAT.md's rules.
+    """
+    head = _head(source)
+    digest = hashlib.sha256(b"llama-sidecar head 1\n")
+    for name in sorted(head.keys):
+        digest.update(f"{name}\0{head.key_types[name]}\0".encode() + _value_bytes(head.keys[name]))
+    for info in (head.tensors[name] for name in sorted(head.tensors)):
+        digest.update(f"{info.name}\0{int(info.type)}\0{info.shape}\0".encode())
+        for piece in _pieces(info):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_compact(
+    source: Sidecar | MainFile,
+    rows: ArrayLike,
+    path: str | os.PathLike[str],
+    *,
+    source_hash: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the rows of a head (a sidecar's, or the one inside a main model) as a compact sidecar; whole or not at all.
+
+    `rows` are token ids, ascending; a multiple of 64 of them keeps the fast kernels. `source_hash` is the source's
+    `content_hash` where it is known. Holds a few MB. Raises BadRows, CannotCut, UnwritableFile, and what `content_hash` raises.
+
+    >>> write_compact(open_sidecar("mtp-NAME-Q8_0.gguf"), range(32768), "compact-NAME-Q8_0-32768.gguf")  # doctest: +SKIP
+    """
+    path = Path(path)
+    head = _head(source)
+    ids = _checked_rows(rows, len(source.tokens), f"the rows for {path}")
+    cut = set(KINDS[_kind(source)].vocab_tensors(head))
+    plan = [
+        replace(info, shape=(info.shape[0], len(ids)), n_bytes=info.n_bytes // info.shape[1] * len(ids))
+        if info.name in cut
+        else info
+        for info in head.tensors.values()
+    ]
+    header = _new_header(source, head, ids, plan, source_hash or content_hash(source))
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        header.write_header_to_file(part)
+        header.write_kv_data_to_file()
+        header.write_ti_data_to_file()
+        header.close()
+        with open(part, "ab") as out:
+            _write_data(out, head, plan, ids, progress)
+            out.flush()
+            os.fsync(out.fileno())
+        open_compact(part)
+        os.replace(part, path)
+    except OSError as error:
+        raise errors.UnwritableFile(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def open_compact(path: str | os.PathLike[str]) -> Compact:
+    """Open a compact sidecar and check every rule of FORMAT.md.
+
+    Raises NotCompact for any other file, BadRows, and what `open_sidecar` raises.
+
+    >>> len(open_compact("compact-NAME-Q8_0-32768.gguf").target_ids)  # doctest: +SKIP
+    32768
+    """
+    header = read_header(path)
+    if keys.COMPACT_TARGET_IDS not in header.keys:
+        raise errors.NotCompact(f"{path}: this is not a compact sidecar: it has no {keys.COMPACT_TARGET_IDS}")
+    check_format(header)
+    found = [kind for kind in KINDS.values() if kind.is_sidecar(header) and kind.vocab_tensors(header)]
+    if not found:
+        raise errors.NotCompact(
+            f"{path}: this is no compact sidecar: {header.arch} without a head that can be cut"
+        )
+    found[0].check(header)  # the rules of its kind, for a vocabulary of its own
+    n_rows, n_vocab = len(header.strings(keys.TOKENS)), header.uint(keys.COMPACT_N_VOCAB)
+    if header.uint(keys.VOCAB_SIZE) != n_rows:
+        raise errors.WrongKey(
+            f"{path}: {header.key(keys.VOCAB_SIZE)} is {header.uint(keys.VOCAB_SIZE)}; {n_rows}, its number of tokens, is expected"
+        )
+    ids = _checked_rows(header.keys[keys.COMPACT_TARGET_IDS], n_vocab, f"{path}: {keys.COMPACT_TARGET_IDS}")
+    if len(ids) != n_rows:
+        raise errors.BadRows(
+            f"{path}: {keys.COMPACT_TARGET_IDS} has {len(ids)} ids; {n_rows}, one a row, are expected"
+        )
+    source = fingerprint(header, keys.COMPACT_SOURCE)
+    if source is None:
+        raise errors.MissingKey(
+            f"{path}: the key {keys.COMPACT_SOURCE} is missing; 64 hexadecimal digits are expected"
+        )
+    return Compact(header.path, header, ids, n_vocab, source)
+
+
+def nearest_rows(source: Sidecar | MainFile, compact: Compact, token_ids: Sequence[int]) -> dict[int, int]:
+    """Find the draft id to feed for each of the target's tokens: its own, or that of the row nearest by cosine.
+
+    `source` is the head that `compact` was cut from. One pass over the compact embeddings, however many tokens: give all at
+    once and remember the answers. Raises BadRows (an id that the source has not), BadTensorType (a type that cannot be
+    dequantised), UnreadableFile, TruncatedFile.
+
+    >>> nearest_rows(source, compact, [151_645])  # doctest: +SKIP
+    {151645: 32759}
+    """
+    wanted = np.unique(np.asarray(token_ids, np.int64))
+    if wanted.size and not (wanted[0] >= 0 and wanted[-1] < compact.n_vocab):
+        raise errors.BadRows(
+            f"{compact.path}: tokens {wanted[0]} to {wanted[-1]} are asked for; 0 to {compact.n_vocab - 1} are expected"
+        )
+    inside = np.searchsorted(compact.target_ids, wanted).clip(max=len(compact.target_ids) - 1)
+    outside = compact.target_ids[inside] != wanted
+    if outside.any():
+        inside[outside] = _nearest(source.header, compact.header, wanted[outside])
+    return {int(token): int(row) for token, row in zip(wanted, inside, strict=True)}
+
+
+def _nearest(source: GGUFHeader, compact: GGUFHeader, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    info = _embeddings(source)
+    queries = np.concatenate([_dequantised(info, piece) for piece in _pieces(info, tokens)])
+    best, found = np.full(len(tokens), -np.inf, np.float32), np.zeros(len(tokens), np.int64)
+    first, info = 0, _embeddings(compact)
+    for piece in _pieces(info):
+        rows = _dequantised(info, piece)
+        lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+        # einsum without BLAS for a few tokens, because BLAS's threads would spin against llama.cpp's.
+        products = np.einsum("ij,kj->ik", queries, rows, optimize=len(tokens) > 8)
+        cosines = products / np.maximum(lengths, np.finfo(np.float32).tiny)
+        nearest = np.nan_to_num(cosines, nan=-np.inf).argmax(axis=1)
+        value = cosines[np.arange(len(tokens)), nearest]
+        better = value > best
+        best[better], found[better] = value[better], first + nearest[better]
+        first += len(rows)
+    return found
+
+
+def _embeddings(header: GGUFHeader) -> TensorInfo:
+    """The matrix that a head looks tokens up in: its own where it has one."""
+    own = keys.NEXTN_EMBED_TOKENS.format(i=n_blocks(header) - header.uint(keys.NEXTN_PREDICT_LAYERS))
+    return header.tensors[own if own in header.tensors else keys.TOKEN_EMBD]
+
+
+def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    try:
+        return gguf.dequantize(rows, info.type).astype(np.float32, copy=False).reshape(len(rows), -1)
+    except (NotImplementedError, KeyError) as error:
+        raise errors.BadTensorType(
+            f"{info.path}: {info.name} is {info.type_name}, which cannot be dequantised here"
+        ) from error
+
+
+def _kind(source: Sidecar | MainFile) -> str:
+    kind = source.kind if isinstance(source, Sidecar) else source.head_kind
+    if kind is None:
+        raise errors.CannotCut(f"{source.path}: there is no head inside this main model to cut")
+    return kind
+
+
+def _head(source: Sidecar | MainFile) -> GGUFHeader:
+    """A source's header with the keys and tensors of its head alone, checked by the rules of its kind."""
+    header, kind = source.header, KINDS[_kind(source)]
+    n_layers = source.n_layers if isinstance(source, MainFile) else 0
+    trunk = tuple(f"blk.{i}." for i in range(n_layers))
+    tensors = {name: info for name, info in header.tensors.items() if not name.startswith(trunk)}
+    copied = {name: value for name, value in header.keys.items() if _is_copied(name, value)}
+    head = replace(
+        header, keys={**copied, keys.ARCHITECTURE: header.arch, keys.TOKENS: source.tokens}, tensors=tensors
+    )
+    if not kind.vocab_tensors(head):
+        raise errors.CannotCut(
+            f"{source.path}: a head of the kind {kind.name} ({header.arch}) works only with the whole vocabulary"
+        )
+    kind.check(head)
+    return head
+
+
+def _is_copied(name: str, value: object) -> bool:
+    """Whether a key describes the head; arrays that are empty or nested are read by no architecture."""
+    is_array = isinstance(value, (np.ndarray, StringArray, list))
+    return not name.startswith(_NOT_COPIED) and not (is_array and (isinstance(value, list) or not len(value)))
+
+
+def _checked_rows(rows: ArrayLike, n_vocab: int, what: str) -> NDArray[np.int32]:
+    ids = np.asarray(rows)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise errors.BadRows(f"{what} are not a list of token ids")
+    if ids[0] < 0 or ids[-1] >= n_vocab or (ids[1:] <= ids[:-1]).any():
+        raise errors.BadRows(f"{what} are not ascending token ids from 0 to {n_vocab - 1}")
+    return ids.astype(np.int32)
+
+
+def _new_header(
+    source: Sidecar | MainFile,
+    head: GGUFHeader,
+    ids: NDArray[np.int32],
+    plan: list[TensorInfo],
+    source_hash: str,
+) -> gguf.GGUFWriter:
+    header = gguf.GGUFWriter(None, head.arch)
+    for name, value in head.keys.items():
+        if _is_copied(name, value) and name != head.key(keys.VOCAB_SIZE):
+            kind, *item = head.key_types[name]
+            header.add_key_value(name, list(value) if item else value, kind, *item)
+    # llama.cpp takes this vocabulary for N nameless tokens: no merges to read, nothing to tokenize with.
+    header.add_string(keys.TOKENIZER_MODEL, "none")
+    header.add_uint32(head.key(keys.VOCAB_SIZE), len(ids))
+    texts = [source.tokens.raw(i) for i in ids]
+    header.add_key_value(keys.TOKENS, texts, GGUFValueType.ARRAY, GGUFValueType.STRING)
+    header.add_uint32(keys.FORMAT, keys.FORMAT_VERSION)
+    for key, value in ((keys.FINGERPRINT_TRUNK, source.trunk), (keys.FINGERPRINT_ROWS, source.rows)):
+        if value is not None:
+            header.add_string(key, value)
+    header.add_key_value(keys.COMPACT_TARGET_IDS, ids.tolist(), GGUFValueType.ARRAY, GGUFValueType.INT32)
+    header.add_uint32(keys.COMPACT_N_VOCAB, len(source.tokens))
+    header.add_string(keys.COMPACT_SOURCE, source_hash)
+    for info in plan:
+        header.add_tensor_info(
+            info.name, info.shape[::-1], np.dtype(np.float32), info.n_bytes, raw_dtype=info.type
+        )
+    return header
+
+
+def _write_data(
+    out: BinaryIO, head: GGUFHeader, plan: list[TensorInfo], ids: NDArray[np.int32], progress: Progress | None
+) -> None:
+    total, done = sum(info.n_bytes for info in plan), 0
+    out.write(_padding(out))
+    for info in plan:
+        old = head.tensors[info.name]
+        for piece in _pieces(old, None if old.shape == info.shape else ids):
+            out.write(piece)
+            done += piece.nbytes
+            if progress:
+                progress(done, total, info.name)
+        out.write(_padding(out))
+
+
+def _padding(out: BinaryIO) -> bytes:
+    return bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def _pieces(info: TensorInfo, rows: NDArray[Any] | None = None) -> Iterator[NDArray[np.uint8]]:
+    """Read a tensor, or of a matrix the given rows (ascending), in pieces `(n, row_bytes)` of about PIECE_BYTES."""
+    n_rows = info.n_elements // info.shape[0]
+    row_bytes = info.n_bytes // n_rows
+    wanted = np.arange(n_rows) if rows is None else rows
+    step = max(1, PIECE_BYTES // row_bytes)
+    start = 0
+    try:
+        with open(info.path, "rb", buffering=0) as file:
+            while start < len(wanted):
+                first = int(wanted[start])
+                stop = int(np.searchsorted(wanted, first + step))
+                n_bytes = (int(wanted[stop - 1]) + 1 - first) * row_bytes
+                data = os.pread(file.fileno(), n_bytes, info.offset + first * row_bytes)
+                if len(data) != n_bytes:
+                    raise errors.TruncatedFile(
+                        f"{info.path}: the file became shorter while {info.name} was read"
+                    )
+                yield np.frombuffer(data, np.uint8).reshape(-1, row_bytes)[wanted[start:stop] - first]
+                start = stop
+    except OSError as error:
+        raise errors.UnreadableFile(f"{info.path}: {error.strerror or error}") from error
+
+
+def _value_bytes(value: object) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, StringArray):
+        return b"".join(_U64.pack(len(text)) + text for text in value.iter_raw())
+    return repr(value).encode()
