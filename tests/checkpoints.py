@@ -30,6 +30,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 VARIANTS = [(arch, variant) for arch, family in families().items() for variant in family.TINY]
+LOGITS_PROMPT = list(range(20, 28))
 END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
 
 

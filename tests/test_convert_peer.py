@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import VARIANTS, listing, make_checkpoint
+from checkpoints import LOGITS_PROMPT, VARIANTS, listing, make_checkpoint
 
 from llama_sidecar.converter import convert
 
@@ -36,6 +36,19 @@ def test_files_equal_the_peers(variant: tuple[str, Path], kind: str, tmp_path: P
         ours, theirs = listing(path), peer[role]
         assert_equal_tensors(ours["tensors"], theirs["tensors"])
         assert ours["keys"] == with_our_differences(theirs["keys"], ours["keys"])
+
+
+def test_logits_equal_those_of_transformers(variant: tuple[str, Path], tmp_path: Path) -> None:
+    """Stock llama.cpp computes with our file what the checkpoint's own code computes (scripts/dev/reference_logits.py)."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    name, folder = variant
+    expected = json.loads((LISTINGS / "reference_logits.json").read_text(encoding="utf-8"))[name]
+    main = convert(folder, tmp_path, "F32").main
+    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    model = llama_cpp.Llama(str(main), n_ctx=32, n_threads=1, logits_all=True, verbose=False, **exact)
+    model.eval(LOGITS_PROMPT)
+    np.testing.assert_allclose(model.scores[len(LOGITS_PROMPT) - 1][: len(expected)], expected, atol=1e-3)
+    model.close()
 
 
 def assert_equal_tensors(ours: dict[str, str], theirs: dict[str, str]) -> None:
