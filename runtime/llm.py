@@ -5,9 +5,8 @@ A `Model` holds weights and is shared by any number of sessions, in any threads;
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,27 +162,23 @@ class Model:
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
         self.turns = Turns()
-        self._sessions: set[Session] = set()
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
-        self._lock = threading.Lock()
         self.gpu_layers = self._place(sidecar)
         embedded = speculation.path == main.path
-        with contextlib.ExitStack() as undo:
-            self.weights = Weights(
-                main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
+        self.weights = Weights(
+            main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
+        )
+        self.head_weights = self.weights
+        if sidecar is not None:
+            n_layers = (
+                placement.ALL_LAYERS if self.gpu_layers else 0
+            )  # the drafter goes where the output goes
+            self.head_weights = Weights(
+                sidecar.path, with_head=True, n_gpu_layers=n_layers, device=settings.device
             )
-            undo.callback(self.weights.close)
-            self.head_weights = self.weights
-            if sidecar is not None:
-                on_gpu = (
-                    placement.ALL_LAYERS if self.gpu_layers else 0
-                )  # the drafter goes where the output goes
-                self.head_weights = Weights(
-                    sidecar.path, with_head=True, n_gpu_layers=on_gpu, device=settings.device
-                )
-                undo.callback(self.head_weights.close)
-            self.vocab = Vocab(self.weights.model)
-            self._weights: contextlib.ExitStack | None = undo.pop_all()
+        self.vocab = Vocab(self.weights.model)
+        self._closed = False
 
     @property
     def kind(self) -> str | None:
@@ -215,7 +210,7 @@ class Model:
             >>> with load("demo-Q8_0.gguf") as model, model.session(ctx=1024) as session:   # doctest: +SKIP
             ...     print(session.generate("import os\\n", max_tokens=8).read())
         """
-        if self._weights is None:
+        if self._closed:
             raise SessionError("the model is closed")
         if spec_type not in (None, "none", "auto"):
             raise LoadError(
@@ -236,8 +231,7 @@ class Model:
             n_slots=n_slots,
             scripted=scripted,
         )
-        with self._lock:
-            self._sessions.add(session)
+        self._sessions.add(session)
         return session
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
@@ -250,14 +244,11 @@ class Model:
 
     def close(self) -> None:
         """Closes every session and frees the weights. Idempotent."""
-        with self._lock:
-            sessions, weights = list(self._sessions), self._weights
-        if weights is None:
-            return
-        for session in sessions:
+        for session in list(self._sessions):
             session.close()
-        self._weights = None
-        weights.close()
+        self._closed = True
+        self.head_weights.close()
+        self.weights.close()
 
     def __enter__(self) -> Model:
         return self
@@ -271,10 +262,6 @@ class Model:
         if self._default is None or self._default.closed:
             self._default = self.session()
         return self._default
-
-    def _forget(self, session: Session) -> None:
-        with self._lock:
-            self._sessions.discard(session)
 
     def _place(self, sidecar: Sidecar | None) -> int:
         if self.settings.gpu_layers != "auto":

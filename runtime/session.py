@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -63,30 +64,31 @@ class Session:
         self.why = why
         self.n_ctx = n_ctx
         self.kind: str | None = None
-        self._open = contextlib.ExitStack()
         self._busy = threading.Lock()
         self._cancelled = False
         self._owner: int | None = None
         self._current: Generation | None = None
         self._history: list[int] | None = []
-        with contextlib.ExitStack() as undo:
-            if n_slots is None:
-                n_slots = depth
-            target = make_target_context(model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=n_slots)
-            undo.callback(free_context, target)
-            options: dict[str, Any] = {}
-            if depth and scripted is not None:
-                self.kind = "scripted"
-                options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
-            elif depth:
-                self.kind = model.kind
-                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
-                undo.callback(free_context, draft)
-                options = {"kind": self.kind, "draft_ctx": address(draft)}
-            self._n_piece = min(N_PIECE, settings.batch, n_ctx)
-            self._native: Any = _native.Session(address(target), **options)
-            undo.callback(self._drop_native)
-            self._open = undo.pop_all()
+        self._n_piece = min(N_PIECE, settings.batch, n_ctx)
+        # Freed together and in order, by close() or with the last reference; the weights are held until then.
+        self._natives: list[Any] = []
+        contexts: list[Any] = []
+        weights = (model.weights, model.head_weights)
+        self._free = weakref.finalize(self, _free_session, self._natives, contexts, weights)
+        target = make_target_context(
+            model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=depth if n_slots is None else n_slots
+        )
+        contexts.append(target)
+        options: dict[str, Any] = {}
+        if depth and scripted is not None:
+            self.kind = "scripted"
+            options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
+        elif depth:
+            self.kind = model.kind
+            draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
+            contexts.append(draft)
+            options = {"kind": self.kind, "draft_ctx": address(draft)}
+        self._natives.append(_native.Session(address(target), **options))
 
     # Generating
 
@@ -182,7 +184,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        return self._native is None
+        return not self._natives
 
     @property
     def n_restores(self) -> int:
@@ -198,8 +200,7 @@ class Session:
         with contextlib.ExitStack() as after:
             after.callback(self._busy.release)
             self._end_current()
-            self._open.close()
-        self.model._forget(self)
+            self._free()
 
     def __enter__(self) -> Session:
         return self
@@ -211,8 +212,9 @@ class Session:
 
     # Inside
 
-    def _drop_native(self) -> None:
-        self._native = None
+    @property
+    def _native(self) -> Any:
+        return self._natives[0] if self._natives else None
 
     def _check_prompt(self, tokens: list[int]) -> None:
         if self.closed:
@@ -260,6 +262,12 @@ class Session:
             raise
         finally:
             self._busy.release()
+
+
+def _free_session(natives: list[Any], contexts: list[Any], _weights: object) -> None:
+    natives.clear()
+    while contexts:
+        free_context(contexts.pop())
 
 
 @dataclass

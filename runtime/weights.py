@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def repacks() -> bool:
 
 
 class Weights:
-    """A loaded model file. Close it after every context made from it.
+    """A loaded model file. Close it after every context made from it; left alone, it is freed with its last reference.
 
     Args:
         path: the GGUF (the first shard of a sharded one).
@@ -91,14 +92,14 @@ class Weights:
         self.model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self.model:
             raise LoadError(f"llama.cpp cannot load {path}: {_reason()}")
+        self._free = weakref.finalize(self, lib.llama_model_free, self.model)
         self.path = path
         self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
 
     def close(self) -> None:
         """Frees the weights. Idempotent."""
-        if self.model:
-            llama().llama_model_free(self.model)
-            self.model = None
+        self.model = None
+        self._free()
 
 
 def make_target_context(weights: Weights, settings: Settings, *, n_ctx: int, depth: int, n_slots: int) -> Any:

@@ -5,6 +5,7 @@ Cases 13-16, 18-20, 25 and 26 of the project's list of what broke other tools, a
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -344,6 +345,18 @@ def test_closed_things_raise_and_closing_twice_is_fine(pair_of: PairOf) -> None:
     assert left_open.closed
     with pytest.raises(SessionError, match="closed"):
         model.session()
+
+
+def test_what_nobody_closed_is_freed_with_its_last_reference(pair_of: PairOf) -> None:
+    model = load(pair_of("R").main, ctx=256, threads=1)
+    model.generate(PROMPT, max_tokens=4, temperature=0).read()
+    session = model.session()
+    freed = [session._free, model.weights._free, model.head_weights._free]
+    del session
+    assert [f.alive for f in freed] == [False, True, True]
+    del model
+    gc.collect()  # the model and its own session refer to each other
+    assert not any(f.alive for f in freed)
 
 
 # Limits
