@@ -22,7 +22,12 @@ class Config(Mapping[str, Any]):
 
     def __init__(self, root: Mapping[str, Any]):
         text = root.get("text_config")
-        self._values: dict[str, Any] = {**root, **(text if isinstance(text, dict) else {})}
+        said = (
+            {name: value for name, value in text.items() if value is not None}
+            if isinstance(text, dict)
+            else {}
+        )
+        self._values: dict[str, Any] = {**root, **said}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:

@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_sidecar.converter.checkpoint import Checkpoint, Tensor, open_checkpoint
+from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
 from llama_sidecar.converter.errors import NoHead, OutputExists, OutputFailed
 from llama_sidecar.converter.families import Family, Layout, family_of
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
 from llama_sidecar.converter.quantize import Recipe, check_libggml, main_recipe, sidecar_recipe
+from llama_sidecar.converter.shards import Tensor
 from llama_sidecar.converter.tokenizer import vocabulary_keys
 from llama_sidecar.converter.writer import GGUFFile, Progress, add_keys, new_header, write_files
 from llama_sidecar.sidecars import (

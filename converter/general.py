@@ -72,9 +72,19 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
 def _model_card(folder: Path) -> dict[str, Any]:
     """The front matter of README.md; {} where there is none that can be used, as it only describes."""
     try:
-        return dict(gguf.Metadata.load_model_card(folder))
+        card = gguf.Metadata.load_model_card(folder)
     except Exception:  # whatever its YAML is: a README only describes
         return {}
+    return {name: _text(value) for name, value in card.items() if value is not None}
+
+
+def _text(value: Any) -> Any:
+    """The value with every scalar in it (YAML's dates, numbers, booleans) as text, which is what the keys hold."""
+    if isinstance(value, list):
+        return [_text(v) for v in value if v is not None]
+    if isinstance(value, dict):
+        return {str(name): _text(v) for name, v in value.items() if v is not None}
+    return str(value)
 
 
 def file_name(name: str, type_name: str, prefix: str = "") -> str:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType as GGMLType
 
-from llama_sidecar.converter.checkpoint import Tensor
 from llama_sidecar.converter.errors import TensorMismatch
 from llama_sidecar.converter.families import Family, Layout, Placement
 from llama_sidecar.converter.quantize import Recipe, encode, row_bytes
+from llama_sidecar.converter.shards import Tensor
 from llama_sidecar.sidecars import keys
 
 U8 = npt.NDArray[np.uint8]
@@ -34,7 +34,7 @@ class Planned:
     type: GGMLType
     pieces: tuple[
         tuple[Tensor, int, int], ...
-    ]  # a tensor of the checkpoint and a range of its rows, in order
+    ]  # tensors of the checkpoint and ranges of their rows, in order
 
     @property
     def name(self) -> str:
@@ -63,9 +63,8 @@ class Planned:
     def rows(self, start: int, stop: int) -> U8:
         """The bytes of rows start..stop: (stop - start, row_bytes)."""
         pieces = list(self._pieces(start, stop))
-        if self.placement.transform is None and all(
-            tensor.dtype == self.type.name for tensor, _, _ in pieces
-        ):
+        as_stored = all(tensor.dtype == self.type.name for tensor, _, _ in pieces)
+        if as_stored and self.placement.transform is None:
             return _joined([tensor.raw_rows(a, b) for tensor, a, b in pieces])
         rows = _joined([tensor.rows(a, b) for tensor, a, b in pieces]).reshape(-1, self.n_cols)
         if self.placement.transform:
@@ -102,7 +101,7 @@ def canonical_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str
 def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
     """Checks that every tensor has its place, and every place its tensor in the shape that the configuration calls for.
 
-    Raises TensorMismatch with all names at once.
+    Raises TensorMismatch with all names at once, and UnsupportedModel for a tensor whose values cannot be read.
     """
     wanted = {s.name: s.shape for p in (*layout.shared, *layout.trunk, *layout.head) for s in p.sources}
     missing = [name for name in wanted if name not in tensors]
@@ -120,6 +119,8 @@ def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
     problems = [f"{what}: {', '.join(names)}" for what, names in findings.items() if names]
     if problems:
         raise TensorMismatch("the tensors are not those of this architecture; " + "; ".join(problems))
+    for tensor in tensors.values():
+        tensor.check_type()
 
 
 def plan(placements: Iterable[Placement], tensors: Mapping[str, Tensor], recipe: Recipe) -> list[Planned]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import random_values, tiny_tensors, write_json, write_safetensors
 
-from llama_sidecar.converter.checkpoint import Tensor, open_checkpoint
+from llama_sidecar.converter.checkpoint import open_checkpoint
 from llama_sidecar.converter.errors import (
     BadShard,
     ConversionError,
@@ -24,6 +24,7 @@ from llama_sidecar.converter.errors import (
     UnsafePath,
     UnsupportedModel,
 )
+from llama_sidecar.converter.shards import Tensor
 
 A = np.arange(12, dtype=np.float32).reshape(4, 3)
 B = np.arange(6, dtype=np.float16).reshape(2, 3)
@@ -91,7 +92,7 @@ def test_dtypes_are_widened(tmp_path: Path) -> None:
             assert checkpoint.tensors[name].rows(1, 4).dtype == np.float32
             np.testing.assert_array_equal(checkpoint.tensors[name].rows(1, 4), exact[1:4].astype(np.float32))
         with pytest.raises(UnsupportedModel, match=r"ids in model\.safetensors is I64"):
-            checkpoint.tensors["ids"].rows(0, 1)
+            checkpoint.tensors["ids"].check_type()
 
 
 def test_block_wise_fp8_is_dequantized_in_any_slice(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_fp8_without_its_scales_and_other_quantizations_are_errors(tmp_path: Pat
     stored = random_values("w", (4, 4)).astype(ml_dtypes.float8_e4m3fn)
     path = folder(tmp_path / "c", {"quantization_config": {"quant_method": "fp8"}}, model={"w": stored})
     with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedModel, match="w_scale_inv"):
-        checkpoint.tensors["w"].rows(0, 1)
+        checkpoint.tensors["w"].check_type()
     write_json(path / "config.json", {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(UnsupportedModel, match="quantized by 'gptq'"):
         open_checkpoint(path)

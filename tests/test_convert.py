@@ -294,6 +294,17 @@ def test_names_come_from_the_folder_the_cache_or_the_option(tmp_path: Path) -> N
     assert header_of(named.main).keys["general.name"] == "My mtp-model/2"
 
 
+def test_model_card_describes_whatever_it_holds(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    card = "---\nlicense: mit\nversion: 2024-01-31\nlanguage: [en, no, 1]\ntags:\n- a\n-\nbase_model: org/Base-1B\n---\ntext"
+    (folder / "README.md").write_text(card)
+    keys = header_of(convert(folder, tmp_path / "out").main).keys
+    assert keys["general.license"] == "mit" and keys["general.version"] == "2024-01-31"
+    assert list(keys["general.tags"]) == ["a"] and keys["general.base_model.0.organization"] == "Org"
+    (folder / "README.md").write_text("---\n{[\n---\n")
+    assert "general.license" not in header_of(convert(folder, tmp_path / "out", force=True).main).keys
+
+
 def test_generation_config_becomes_sampling_keys(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     write_json(
@@ -361,6 +372,7 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
         "layers": ({"num_hidden_layers": 5, "layer_types": None}, TensorMismatch, "hold 4 layers"),
         "types": ({"layer_types": ["full_attention"] * 4}, TensorMismatch, "layers 0, 1, 2"),
         "text": ({"hidden_size": "64"}, BadConfig, "hidden_size = '64'"),
+        "gptq": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantized by 'gptq'"),
     }.items():
         refused(kind, match, make_checkpoint(tmp_path, config=config | edit, name=name))
     del config["linear_num_key_heads"]

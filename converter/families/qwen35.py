@@ -80,7 +80,7 @@ def recurrent_layers(config: Config) -> list[bool]:
 
 
 def _interval(config: Config) -> int:
-    return config.integer("full_attention_interval") if "full_attention_interval" in config else 4
+    return 4 if config.get("full_attention_interval") is None else config.integer("full_attention_interval")
 
 
 def _head_dim(config: Config) -> int:
@@ -109,8 +109,10 @@ def value_heads(config: Config) -> list[int]:
     return [k * (n_v // n_k) + r for r in range(n_v // n_k) for k in range(n_k)]
 
 
-def value_rows(config: Config, unit: int, offset: int = 0) -> tuple[range, ...]:
-    """Rows of `unit` per value head, that begin at `offset`, in the order they are written, after those before them."""
+def value_rows(config: Config, unit: int, offset: int = 0) -> tuple[range, ...] | None:
+    """Rows of `unit` per value head, in the order they are written, after `offset` other rows; None if nothing moves."""
+    if value_heads(config) == sorted(value_heads(config)):
+        return None
     before = (range(offset),) if offset else ()
     return before + tuple(
         range(offset + head * unit, offset + (head + 1) * unit) for head in value_heads(config)
@@ -134,9 +136,7 @@ def delta_net(config: Config, source: str, target: str, names: Collection[str]) 
     n_qk, n_value = 2 * n_k * config.integer("linear_key_head_dim"), n_v * head_v
     channels = n_qk + n_value
     rows = partial(value_rows, config)
-    tile = partial(tile_columns, n_k=n_k, n_v=n_v)
-    if n_k == n_v:  # nothing moves
-        rows, tile = (lambda unit, offset=0: None), None  # type: ignore[assignment]
+    tile = partial(tile_columns, n_k=n_k, n_v=n_v) if rows(1) else None
     source += "linear_attn."
     yield place(
         f"{target}attn_qkv.weight", f"{source}in_proj_qkv.weight", channels, hidden, rows=rows(head_v, n_qk)

@@ -1,0 +1,237 @@
+"""One weight file of a checkpoint: safetensors, or a `.bin` of PyTorch, as tensors that are read in rows when asked for.
+
+Knows the two formats and how values are stored, block-wise FP8 too. Does not know which files belong together, nor what
+a tensor means. Safetensors are read with pread into small buffers, so that no mapped page counts against the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from llama_sidecar.converter.errors import BadShard, MissingDependency, UnsupportedModel
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+# Names of data types as safetensors spells them.
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+FP8: dict[str, F32] = {
+    name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    for name, dtype in (("F8_E4M3", ml_dtypes.float8_e4m3fn), ("F8_E5M2", ml_dtypes.float8_e5m2))
+}
+MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors format sets itself
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor, seen as (n_rows, n_cols): a vector has one column, and all but the last of more dimensions are rows.
+
+    `read_into(offset, buffer)` fills the buffer with the tensor's bytes from the offset on. `scale` holds the factors
+    of a block-wise FP8 weight, one for each `scale_block` of (rows, columns), or a single one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    read_into: Callable[[int, U8], None] = field(repr=False)
+    scale: F32 | None = field(default=None, repr=False)
+    scale_block: tuple[int, int] | None = None
+
+    @property
+    def n_cols(self) -> int:
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
+
+    def raw_rows(self, start: int, stop: int) -> U8:
+        """Rows start..stop as they are stored: (stop - start, bytes of a row)."""
+        row_bytes = self.n_cols * ITEM_BYTES[self.dtype]
+        raw = np.empty((stop - start, row_bytes), np.uint8)
+        self.read_into(start * row_bytes, raw.reshape(-1))
+        return raw
+
+    def item(self, index: int) -> U8:
+        """The bytes of what the first dimension's `index` selects, as stored."""
+        item = np.empty(math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype], np.uint8)
+        self.read_into(index * item.size, item)
+        return item
+
+    def rows(self, start: int, stop: int) -> F32:
+        """Rows start..stop as float32, dequantized: (stop - start, n_cols); for types that `check_type` lets pass."""
+        if self.dtype == "BF16":
+            wide = self.raw_rows(start, stop).view("<u2").astype(np.uint32)
+            return np.left_shift(wide, 16, out=wide).view(np.float32)
+        if self.dtype in FLOATS:
+            return self.raw_rows(start, stop).view(FLOATS[self.dtype]).astype(np.float32, copy=False)
+        rows = FP8[self.dtype][self.raw_rows(start, stop)]
+        rows *= self._factors(start, stop)
+        return rows
+
+    def check_type(self) -> None:
+        """Raises UnsupportedModel unless `rows` can read the values."""
+        if self.dtype in FP8 and self.scale is None:
+            raise UnsupportedModel(
+                f"{self.name} in {self.file} is {self.dtype}; expected {self.name}_scale_inv with it"
+            )
+        if self.dtype not in ("BF16", *FLOATS, *FP8):
+            raise UnsupportedModel(
+                f"{self.name} in {self.file} is {self.dtype}; expected F32, F16, BF16 or block-wise FP8: "
+                "convert the unquantized checkpoint"
+            )
+
+    def _factors(self, start: int, stop: int) -> F32:
+        """The FP8 factors of rows start..stop: (stop - start, n_cols), or (1, 1)."""
+        assert self.scale is not None, "check_type was not called"
+        if self.scale_block is None:
+            return self.scale.reshape(1, 1)
+        block_rows, block_cols = self.scale_block
+        matrix, row = np.divmod(np.arange(start, stop), self.shape[-2])
+        block = matrix * self.scale.shape[-2] + row // block_rows
+        per_block = self.scale.reshape(-1, self.scale.shape[-1])[block]
+        return np.repeat(per_block, block_cols, axis=1)[:, : self.n_cols]
+
+
+def read_safetensors(path: Path, files: ExitStack) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, after its whole header has been checked (format: huggingface/safetensors)."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise BadShard(f"{path} cannot be opened: {error.strerror}") from error
+    files.callback(os.close, fd)
+    file_bytes = os.fstat(fd).st_size
+    prefix = os.pread(fd, 8, 0)
+    header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES or header_bytes > file_bytes - 8:
+        raise BadShard(
+            f"{path} declares a header of {header_bytes} bytes and has {file_bytes}: it is truncated or no safetensors"
+        )
+    try:
+        header = json.loads(os.pread(fd, header_bytes, 8), object_pairs_hook=_unique)
+        entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadShard(f"{path} has a broken safetensors header: {error}") from error
+
+    data_start, end = 8 + header_bytes, 0
+    for name, (_, _, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if start != end:
+            raise BadShard(
+                f"{path} stores {name!r} at {start}; expected {end}: tensors overlap or leave a gap"
+            )
+        end = stop
+    if data_start + end > file_bytes:
+        raise BadShard(
+            f"{path} is truncated: its header declares {data_start + end} bytes, the file has {file_bytes}"
+        )
+    return {
+        name: Tensor(name, dtype, shape, path.name, _pread_from(fd, data_start + start, path))
+        for name, (dtype, shape, start, _) in entries.items()
+    }
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return names
+
+
+def _entry(value: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(f"sizes {shape} at {start}..{stop}")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"unknown data type {dtype!r}")
+    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{stop - start} bytes for {dtype} of shape {shape}")
+    return dtype, shape, start, stop
+
+
+def _pread_from(fd: int, base: int, path: Path) -> Callable[[int, U8], None]:
+    def read_into(offset: int, buffer: U8) -> None:
+        view = buffer.data
+        while view:
+            try:
+                n = os.preadv(fd, [view], base + offset)
+            except OSError as error:
+                raise BadShard(f"{path} cannot be read at {base + offset}: {error.strerror}") from error
+            if n == 0:
+                raise BadShard(f"{path} ended at {base + offset} while it was read: it was changed or cut")
+            view, offset = view[n:], offset + n
+
+    return read_into
+
+
+def read_bin(path: Path, files: ExitStack) -> dict[str, Tensor]:
+    """The tensors of one `pytorch_model*.bin`, through torch: weights only, mapped."""
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependency(
+            f"{path} is a PyTorch shard, and torch is not installed: pip install 'llama-sidecar[torch]'"
+        ) from error
+    dtypes = {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    }  # fmt: skip
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for a bad file
+        raise BadShard(
+            f"{path} cannot be read by torch: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise BadShard(f"{path} holds more than named tensors; expected a state dict")
+    tensors = {}
+    for name, tensor in state.items():
+        if tensor.dtype not in dtypes:
+            raise UnsupportedModel(f"{name} in {path.name} is {tensor.dtype}; expected a floating-point type")
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        read_into = _copy_from(data, mapped=tensor.is_contiguous())
+        tensors[name] = Tensor(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)
+    return tensors
+
+
+def _copy_from(data: U8, mapped: bool) -> Callable[[int, U8], None]:
+    def read_into(offset: int, buffer: U8) -> None:
+        part = data[offset : offset + buffer.size]
+        buffer[:] = part
+        if mapped:
+            _forget(part)
+
+    return read_into
+
+
+def _forget(mapped: U8) -> None:
+    """Gives back the whole pages of a range mapped from a file: read again they come from the file again.
+
+    Without it a mapped shard would slowly fill the process. Ordinary memory would be lost: never call it for that.
+    """
+    start = -(-mapped.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (mapped.ctypes.data + mapped.size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        madvise(start, length, mmap.MADV_DONTNEED)
