@@ -203,7 +203,7 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     if text is None and file is None and sys.stdin.isatty():
         raise click.UsageError("there is no text to complete: give -p TEXT, -f FILE or a pipe")
     try:
-        data = file.read_bytes() if file else click.get_binary_stream("stdin").read()
+        data = file.read_bytes() if file else sys.stdin.buffer.read()
         return data.decode("utf-8")
     except OSError as error:
         raise PromptError(f"{file or 'stdin'}: {error.strerror}") from error

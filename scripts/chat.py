@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -88,7 +89,7 @@ def _stopped_by_ctrl_c(session: Session) -> Iterator[None]:
 
 def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> None:
     """Asks and answers until the user leaves."""
-    is_terminal = click.get_text_stream("stdin").isatty()
+    is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() line editing and a history

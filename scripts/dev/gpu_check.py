@@ -47,7 +47,7 @@ def command(open_model: Loader, n: int, budget: float, json_out: Path) -> None:
             free_in_session = _free_bytes()
         prompts = read_prompts(BUILT_IN["code"]) + read_prompts(BUILT_IN["prose"])
         checks = [
-            check
+            (prompt.task, check)
             for prompt in prompts[::2]
             for check in sweep(model, prompt.tokens(model), depths=DEPTHS, n=n)
         ]
