@@ -65,4 +65,4 @@ def test_make_targets_exist() -> None:
     targets = set(
         re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     )
-    assert {target for target in re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)} <= targets
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)) <= targets
