@@ -157,9 +157,9 @@ def _fingerprints(
     norms = [p for p in trunk if fingerprint.is_trunk_norm(p.name, len(p.shape), n_layers)]
     matrices = {tensors[s.name].name: tensors[s.name] for p in trunk for s in p.sources if len(s.shape) > 1}
     rows = [
-        (name, row, matrices[name].item(row).tobytes())
+        (name, row, matrices[name].raw_rows(row, row + 1).tobytes())
         for name in fingerprint.sample_tensors(matrices)
-        for row in fingerprint.sample_rows(name, matrices[name].shape[0])
+        for row in fingerprint.sample_rows(name, matrices[name].n_rows)
     ]
     return {
         published.FORMAT: published.FORMAT_VERSION,

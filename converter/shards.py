@@ -73,12 +73,6 @@ class Tensor:
         self.read_into(start * row_bytes, raw.reshape(-1))
         return raw
 
-    def item(self, index: int) -> U8:
-        """The bytes of what the first dimension's `index` selects, as stored."""
-        item = np.empty(math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype], np.uint8)
-        self.read_into(index * item.size, item)
-        return item
-
     def rows(self, start: int, stop: int) -> F32:
         """Rows start..stop as float32, dequantized: (stop - start, n_cols); for types that `check_type` lets pass."""
         if self.dtype == "BF16":

@@ -45,6 +45,8 @@ class Tensor(Protocol):
     def n_cols(self) -> int: ...
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def n_bytes(self) -> int: ...
     def rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]: ...
 
 
@@ -61,9 +63,7 @@ def new_header(arch: str, tensors: Sequence[Tensor]) -> gguf.GGUFWriter:
     """A header that knows its architecture and tensors, and takes keys."""
     header = gguf.GGUFWriter(None, arch)
     for t in tensors:
-        header.add_tensor_info(
-            t.name, t.shape, np.dtype(np.float32), t.n_rows * t.row_bytes, raw_dtype=t.type
-        )
+        header.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.type)
     return header
 
 
@@ -89,9 +89,9 @@ def write_files(
 ) -> dict[str, int]:
     """Writes all files into one folder or, whatever happens, none; returns their sizes in bytes.
 
-    The caller's keys are kept. `check` gets the written files, still under their temporary names. Raises NotEnoughSpace before any data is written
-    if the disk cannot hold them, or when it fills up; OutputFailed when the system refuses otherwise or a file does not
-    read back as planned.
+    The caller's keys are kept. `check` gets the written files, still under their temporary names. Raises NotEnoughSpace
+    before any data is written if the disk cannot hold them, or when it fills up; OutputFailed when the system refuses
+    otherwise or a file does not read back as planned.
     """
     folder = next(iter(files.values())).path.parent
     made = [f for f in (folder, *folder.parents) if not f.exists()]
@@ -144,7 +144,7 @@ class _Started:
         end = gguf.GGUFWriter.ggml_pad(self.header_bytes, align)
         for tensor in file.tensors:
             self.offsets.append(end)
-            end += gguf.GGUFWriter.ggml_pad(tensor.n_rows * tensor.row_bytes, align)
+            end += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, align)
         self.n_bytes = end
 
     def check(self) -> None:
@@ -203,7 +203,7 @@ def _write_data(started: Collection[_Started], progress: Progress | None) -> Non
     """Slices are independent: each thread reads, converts and writes its own."""
     for one in started:
         os.truncate(one.fd, one.n_bytes)
-    total = sum(t.n_rows * t.row_bytes for one in started for t in one.file.tensors)
+    total = sum(t.n_bytes for one in started for t in one.file.tensors)
     done = 0
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
         futures = [pool.submit(_write_slice, *part) for part in _slices(started)]

@@ -106,7 +106,7 @@ def sample_tensors(names: Iterable[str]) -> list[str]:
 
 
 def sample_rows(name: str, n_rows: int) -> list[int]:
-    """Choose the rows of one tensor (indices into its first dimension) that the rows' fingerprint covers, ascending.
+    """Choose the rows of one tensor (all its dimensions but the last are rows) that the rows' fingerprint covers, ascending.
 
     >>> sample_rows("model.embed_tokens.weight", 1)
     [0]
