@@ -43,17 +43,17 @@ _LOAD_NAMES = (
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 
 
-class GpuLayers(click.ParamType):
+class GpuLayers(click.ParamType):  # type: ignore[type-arg]  # generic for the type checker alone in older releases
     """A number of layers, or `auto`."""
 
     name = "N|auto"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto" or isinstance(value, int):
-            return value
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if str(value) == "auto":
+            return "auto"
         if not str(value).isdecimal():
             self.fail(f"{value!r} is neither a number of layers nor 'auto'", param, ctx)
-        return int(value)
+        return int(str(value))
 
 
 _LOAD_OPTIONS = (
