@@ -8,6 +8,7 @@ gain more than L / v(k+1). Knows nothing of terminals; where the figures come fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ class Divergence:
 
 @dataclass
 class Report:
-    """All that was measured. `row_s[n]` are seconds of single decodes of n rows."""
+    """All that was measured: `prompts` were used, `row_s[n]` are seconds of single decodes of n rows."""
 
     prompts: Sequence[Prompt]
     depth: int
@@ -162,6 +163,22 @@ class Report:
         return stats.draft_s / stats.n_drafted if stats.n_drafted else 0.0
 
     @property
+    def c(self) -> float:
+        """The cost of a drafted token in decodes of one row."""
+        return self.draft_step_s / self.one_row_s
+
+    @property
+    def round_s(self) -> dict[str, float]:
+        """Where the mean round's seconds go."""
+        stats = self.figures.stats
+        parts = {"draft": stats.draft_s, "verify": stats.verify_s, "accept": stats.accept_s}
+        return {name: seconds / max(1, stats.n_rounds) for name, seconds in parts.items()}
+
+    @property
+    def prompts_sha256(self) -> str:
+        return prompts_hash(self.prompts)
+
+    @property
     def bound(self) -> float:
         """The speed-up if drafting and choosing were free: L / v(depth + 1)."""
         return self.figures.stats.mean_accepted_length / self.v[-1]
@@ -173,32 +190,25 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The published names, ready for `json.dumps`."""
-        figures, bound = self.figures, self.bound
-        stats = figures.stats
-        n_rounds = max(1, stats.n_rounds)
         return {
             "schema": 1,
-            **figures.to_json(),
+            **self.figures.to_json(),
             "tokens_equal": self.tokens_equal,
             "first_divergence": asdict(self.divergence) if self.divergence else None,
             "depth": self.depth,
             "v": self.v,
             "row_s": self.one_row_s,
             "draft_step_s": self.draft_step_s,
-            "c": self.draft_step_s / self.one_row_s,
-            "round_s": {
-                "draft": stats.draft_s / n_rounds,
-                "verify": stats.verify_s / n_rounds,
-                "accept": stats.accept_s / n_rounds,
-            },
-            "bound": bound,
-            "share_of_bound": figures.speedup / bound,
+            "c": self.c,
+            "round_s": self.round_s,
+            "bound": self.bound,
+            "share_of_bound": self.figures.speedup / self.bound,
             "tasks": {name: part.to_json() for name, part in self.tasks.items()},
             "n": self.n,
             "temperature": self.temperature,
             "seed": self.seed,
             "synthetic_length": self.synthetic_length,
-            "prompts": {"n": len(self.prompts), "sha256": prompts_hash(self.prompts)},
+            "prompts": {"n": len(self.prompts), "sha256": self.prompts_sha256},
             "warnings": self.warnings,
             **self.source,
         }
@@ -240,10 +250,13 @@ def measure(
         )
     if n < 2:
         raise PromptError(f"{n} tokens a text are too few to time: at least 2")
+    if budget_s is not None and not budget_s > 0:
+        raise PromptError(f"a budget of {budget_s} seconds is no time at all")
     coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
-    deadline = None if budget_s is None else time.perf_counter() + budget_s
-    report = Report(prompts, model.depth, n, temperature, seed, synthetic_length)
-    usable = _usable(model, prompts, n, report.warnings)
+    deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
+    usable, warnings = _usable(model, prompts, n)
+    report = Report([prompt for prompt, _ in usable], model.depth, n, temperature, seed, synthetic_length)
+    report.warnings += warnings
     report.source = provenance(model)
     with model.session(spec_type="none") as plain, model.session() as spec:
         bench = _Bench(
@@ -278,8 +291,8 @@ def _is_noisy(seconds: Sequence[float]) -> bool:
 
 
 def _usable(
-    model: Model, prompts: Sequence[Prompt], n: int, warnings: list[str]
-) -> deque[tuple[Prompt, list[int]]]:
+    model: Model, prompts: Sequence[Prompt], n: int
+) -> tuple[deque[tuple[Prompt, list[int]]], list[str]]:
     """The prompts' token ids; those that the model cannot take are left out with a warning, all of them an error."""
     usable: deque[tuple[Prompt, list[int]]] = deque()
     refused: dict[str, int] = {}
@@ -295,10 +308,7 @@ def _usable(
             refused[str(error)] = refused.get(str(error), 0) + 1
     if not usable:
         raise PromptError(f"no prompt can be used: {'; '.join(refused) or 'there is none'}")
-    warnings += [
-        f"prompts left out: {count} of {len(prompts)} ({reason})" for reason, count in refused.items()
-    ]
-    return usable
+    return usable, [f"prompts left out: {count} of {len(prompts)} ({why})" for why, count in refused.items()]
 
 
 class _Bench:
@@ -310,7 +320,7 @@ class _Bench:
         plain: Session,
         spec: Session,
         coin: float | None,
-        deadline: float | None,
+        deadline: float,
         *,
         n_pairs: int,
         progress: Progress,
@@ -336,13 +346,11 @@ class _Bench:
         ]
         self._time_widths(tokens)
         now = time.perf_counter()
-        if self._deadline is None:
-            return
         token_s = sum(run.stats.generate_s / max(1, len(run.tokens) - 1) for run in runs)
         other_s = now - started - sum(run.stats.generate_s for run in runs)
-        fitting = ((self._deadline - now) / self._n_pairs - other_s) / token_s if token_s else report.n
-        n = min(report.n, max(MIN_TOKENS, int(fitting)))
-        if n < report.n:
+        pair_s = (self._deadline - now) / self._n_pairs
+        if other_s + report.n * token_s > pair_s and report.n > MIN_TOKENS:
+            n = max(MIN_TOKENS, int((pair_s - other_s) / token_s))
             report.warnings.append(f"{n} tokens a text instead of {report.n}, to stay within the budget")
             report.n = n
 
@@ -351,7 +359,7 @@ class _Bench:
         report, slowest_s = self._report, 0.0
         while prompts and len(report.pairs) < self._n_pairs:
             started = time.perf_counter()
-            if report.pairs and self._deadline is not None and started + slowest_s > self._deadline:
+            if report.pairs and started + slowest_s > self._deadline:
                 report.warnings.append(
                     f"{len(report.pairs)} pairs instead of {self._n_pairs} fitted into the budget: a larger one tells more"
                 )
@@ -386,7 +394,7 @@ class _Bench:
     ) -> Generation:
         """Runs a text to its end. `n_other` are the tokens of earlier texts, for the progress; None shows none."""
         report = self._report
-        seed = report.seed + len(report.pairs)
+        seed = (report.seed + len(report.pairs)) % 2**32
         if self._coin is not None and session is self._spec:
             generation = session.generate_synthetic(tokens, p_accept=self._coin, max_tokens=n, seed=seed)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,6 @@ Command = Callable[..., None]
 Loader = Callable[[], Model]
 SPEC_TYPES = ["auto", "none", *(name for kind in KINDS.values() for name in (kind.name, kind.llama_name))]
 
-
-_LOAD_NAMES = (
-    *(
-        "sidecar",
-        "depth",
-        "gpu_layers",
-        "device",
-        "threads",
-        "ctx",
-        "batch",
-        "flash_attn",
-        "cache_type_k",
-        "cache_type_v",
-    ),
-    *("force", "verbose"),
-)
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 
 
@@ -149,16 +134,22 @@ _SAMPLING_OPTIONS = (
         help="Temperature; 0 is greedy.  [default: the file's own, else 0]",
     ),
     click.option(
-        "--top-k", type=click.IntRange(0), metavar="K", help="Choose among the K likeliest; 0: all.  [40]"
+        "--top-k",
+        type=click.IntRange(0),
+        metavar="K",
+        help="Choose among the K likeliest; 0: all.  [default: the file's own, else 40]",
     ),
     click.option(
-        "--top-p", type=click.FloatRange(0, 1), metavar="P", help="... of total probability P.  [0.95]"
+        "--top-p",
+        type=click.FloatRange(0, 1),
+        metavar="P",
+        help="... of total probability P.  [default: the file's own, else 0.95]",
     ),
     click.option(
         "--min-p",
         type=click.FloatRange(0, 1),
         metavar="P",
-        help="... of at least P times the likeliest's.  [0.05]",
+        help="... of at least P times the likeliest's.  [default: the file's own, else 0.05]",
     ),
     click.option(
         "-s", "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Seed.  [default: a fresh one]"
@@ -174,7 +165,7 @@ def load_options(function: Command) -> Command:
 
     @functools.wraps(function)
     def command(main: Path, spec_type: str, no_spec: bool, **values: Any) -> None:
-        options = {name: values.pop(name) for name in _LOAD_NAMES}
+        options = {name: values.pop(name) for name in signature(load).parameters if name in values}
         options["spec_type"] = "none" if no_spec else spec_type
         function(open_model=functools.partial(_open, main, options), **values)
 

@@ -15,7 +15,8 @@ from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 
 from ._options import Loader, load_options
-from ._show import note, summary
+from ._report import summary
+from ._show import note
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))}
 

@@ -32,7 +32,7 @@ HELP = (
     "--n-predict",
     "n",
     type=click.IntRange(1),
-    help="Tokens an answer has at most.  [the context's rest]",
+    help="Tokens an answer has at most.  [default: what the context leaves]",
 )
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="With -m: print one JSON object instead of text.")

@@ -15,7 +15,8 @@ from llama_sidecar.runtime import LoadError, load
 from llama_sidecar.runtime.bench import Pair, Report, measure
 from llama_sidecar.runtime.prompts import Prompt
 
-from ._show import note, summary
+from ._report import summary
+from ._show import note
 
 N_PROMPTS = 5
 BUDGET_S = 40
@@ -61,8 +62,10 @@ def command(out: Path, n: int) -> None:
     if report.figures.speedup < WORTHWHILE:
         click.echo(f"\n{_why_so_little(report)}")
     main = shlex.quote(str(files.main))
-    click.echo(f"\n4. Go on\n\n   llama-sidecar run {main} -p 'class Stack:'\n   llama-sidecar bench {main}")
-    click.echo(f"   llama-sidecar chat {main}    (it knows Python's library and nothing of the world)")
+    click.echo("\n4. Go on (the model has read Python's library, and knows nothing of the world)\n")
+    click.echo(f"   llama-sidecar run {main} -p 'class Stack:'")
+    click.echo(f"   llama-sidecar bench {main}")
+    click.echo(f"   llama-sidecar chat {main}")
 
 
 def _find_checkpoint() -> Path:

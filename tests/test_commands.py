@@ -164,6 +164,8 @@ def test_every_command_explains_itself(name: str) -> None:
         (["bench", "{main}", "--prompts", "none.jsonl"], "none.jsonl"),
         (["bench", "{main}", "--no-spec"], "nothing to compare"),
         (["bench", "{main}", "--synthetic-length", "9"], "between 1 and 4"),
+        (["bench", "{main}", "--budget", "nan"], "no time at all"),
+        (["run", "{main}", "-p", "a", "--temp", "nan"], "temperature"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(

@@ -21,7 +21,8 @@ from llama_sidecar.runtime.lossless import Check, sweep
 from llama_sidecar.runtime.prompts import read_prompts
 from llama_sidecar.scripts.__main__ import bound_spinning
 from llama_sidecar.scripts._options import Loader, load_options
-from llama_sidecar.scripts._show import note, summary, table
+from llama_sidecar.scripts._report import summary
+from llama_sidecar.scripts._show import note, table
 from llama_sidecar.scripts.bench import BUILT_IN
 
 DEPTHS = (1, 2, 3, 4)

@@ -1,0 +1,87 @@
+"""A benchmark's figures as Markdown, to paste into an issue as they are. No command itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llama_sidecar.runtime.bench import Report
+
+from ._show import table
+
+
+def summary(report: Report) -> str:
+    """Two tables: everything at once, with model, drafter, task, acceptance and hardware beside the speed-up; each task."""
+    columns = ["task", "pairs", "plain tok/s", "speculative tok/s", "speed-up", "L"]
+    everything = [*_what_ran(report), *_how_fast(report), *_what_it_costs(report)]
+    return f"{table(['', ''], everything)}\n\n{table(columns, _tasks(report))}"
+
+
+def _what_ran(report: Report) -> Iterator[tuple[str, str]]:
+    source = report.source
+    main, machine, library = source["main"], source["machine"], source["llama_cpp"]
+    yield "model", f"{main['file']} ({main['arch']}, {main['type']}, {main['bytes'] / 1e6:,.1f} MB)"
+    yield "drafter", f"{_drafter(source['drafter'])}, depth {report.depth}"
+    cores = f"{machine['n_cores']} cores, {source['threads']} threads"
+    yield "hardware", f"{machine['cpu']}, {cores}; {source['backend']}"
+    llama_cpp = f"llama-cpp-python {library['llama_cpp_python']} (llama.cpp {library['commit']})"
+    yield "software", f"llama-sidecar {source['version']}, {llama_cpp}, {machine['os']}"
+    pairs = f"{len(report.pairs)} pairs of {report.n} tokens"
+    yield (
+        "prompts",
+        f"{', '.join(report.tasks)}: {pairs}, {_sampling(report)}, sha256 {report.prompts_sha256[:8]}",
+    )
+
+
+def _how_fast(report: Report) -> Iterator[tuple[str, str]]:
+    figures = report.figures
+    low, high = figures.speedup_spread
+    yield "plain", f"{figures.plain_tok_s:.1f} tok/s"
+    yield "speculative", f"{figures.spec_tok_s:.1f} tok/s"
+    yield "**speed-up**", f"**{figures.speedup:.2f}** (median; {low:.2f} to {high:.2f})"
+    yield "token ids", _equality(report)
+
+
+def _what_it_costs(report: Report) -> Iterator[tuple[str, str]]:
+    figures, n_rows = report.figures, len(report.v)
+    stats = figures.stats
+    positions = " ".join(f"{share:.2f}" for share in stats.accepted_per_position)
+    yield (
+        "accepted length",
+        f"L = {stats.mean_accepted_length:.2f} tokens a round; right by position: {positions}",
+    )
+    v = " ".join(f"{value:.2f}" for value in report.v)
+    yield "verification", f"v(n) = {v} for n = 1 to {n_rows}; one row takes {1000 * report.one_row_s:.2f} ms"
+    yield "draft", f"{1000 * report.draft_step_s:.2f} ms a token, c = {report.c:.2f} rows"
+    share = f"{100 * figures.speedup / report.bound:.0f} %"
+    yield "bound", f"L / v({n_rows}) = {report.bound:.2f} with drafts for free; reached: {share}"
+    parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in report.round_s.items())
+    yield "a round", f"{parts} ms"
+
+
+def _tasks(report: Report) -> Iterator[tuple[str, ...]]:
+    for name, part in report.tasks.items():
+        speeds = f"{part.plain_tok_s:.1f}", f"{part.spec_tok_s:.1f}", f"{part.speedup:.2f}"
+        yield name, str(part.n_pairs), *speeds, f"{part.stats.mean_accepted_length:.2f}"
+
+
+def _drafter(drafter: Mapping[str, Any]) -> str:
+    if "file" not in drafter:
+        return f"{drafter['kind']}, embedded in the model"
+    return f"{drafter['kind']}, {drafter['file']} ({drafter['type']}, {drafter['match']})"
+
+
+def _sampling(report: Report) -> str:
+    if report.synthetic_length is not None:
+        return f"accepted by coin tosses of L = {report.synthetic_length:g}: the text is meaningless"
+    return "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}, seed {report.seed}"
+
+
+def _equality(report: Report) -> str:
+    apart = report.divergence
+    if report.tokens_equal is None:
+        return "not compared: coin tosses stand in for verification"
+    if apart is None:
+        return f"equal in all {len(report.pairs)} pairs"
+    margin = "" if apart.margin is None else f", where the two best logits are {apart.margin:.2g} apart"
+    return f"first apart at token {apart.token} of pair {apart.pair + 1}{margin}"
