@@ -19,3 +19,11 @@ class PromptError(LlamaSidecarError):
 
 class SessionError(LlamaSidecarError):
     """A session that is closed, or busy in another thread."""
+
+
+class CacheError(LlamaSidecarError):
+    """The cache folder cannot be used: not writable, full, or locked for too long."""
+
+
+class HeadsUnavailable(LlamaSidecarError):
+    """There is no compact head; the message says why, and the full head serves instead."""

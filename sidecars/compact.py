@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
-from gguf.constants import GGUFValueType, TokenType
+from gguf.constants import GGMLQuantizationType, GGUFValueType, TokenType
 from numpy.typing import ArrayLike, NDArray
 
 from llama_sidecar.sidecars import errors, keys
@@ -32,6 +32,7 @@ from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, check_format, fing
 
 N_ROWS = 32_768  # of a large vocabulary, these cover nearly all text of one language
 SMALL_VOCAB = 65_536  # up to here a cut costs more acceptance than it saves time
+HASH_SCHEME = "llama-sidecar head 1"
 PIECE_BYTES = 1 << 18  # of a tensor, held in memory at a time: near the cache
 
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
@@ -148,13 +149,13 @@ def content_hash(source: Sidecar | MainFile) -> str:
     FORMAT.md's rules.
     """
     head = _head(source)
-    digest = hashlib.sha256(b"llama-sidecar head 1\n")
+    digest = hashlib.sha256(f"{HASH_SCHEME}\n".encode())
     for name in sorted(head.keys):
         digest.update(f"{name}\0{head.key_types[name]}\0".encode() + _value_bytes(head.keys[name]))
     for info in (head.tensors[name] for name in sorted(head.tensors)):
         digest.update(f"{info.name}\0{int(info.type)}\0{info.shape}\0".encode())
         for piece in _pieces(info):
-            digest.update(piece)
+            digest.update(piece.data)
     return digest.hexdigest()
 
 
@@ -287,11 +288,12 @@ def _embeddings(header: GGUFHeader) -> TensorInfo:
 
 def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     try:
-        return gguf.dequantize(rows, info.type).astype(np.float32, copy=False).reshape(len(rows), -1)
-    except (NotImplementedError, KeyError) as error:
+        values = gguf.dequantize(rows, GGMLQuantizationType(info.type))
+    except (NotImplementedError, ValueError) as error:
         raise errors.BadTensorType(
             f"{info.path}: {info.name} is {info.type_name}, which cannot be dequantised here"
         ) from error
+    return np.asarray(values, np.float32).reshape(len(rows), -1)
 
 
 def _kind(source: Sidecar | MainFile) -> str:
@@ -320,9 +322,10 @@ def _head(source: Sidecar | MainFile) -> GGUFHeader:
 
 
 def _is_copied(name: str, value: object) -> bool:
-    """Whether a key describes the head; arrays that are empty or nested are read by no architecture."""
-    is_array = isinstance(value, (np.ndarray, StringArray, list))
-    return not name.startswith(_NOT_COPIED) and not (is_array and (isinstance(value, list) or not len(value)))
+    """Whether a key describes the head; arrays that are empty or nested (lists) are read by no architecture."""
+    if name.startswith(_NOT_COPIED) or isinstance(value, list):
+        return False
+    return not isinstance(value, (np.ndarray, StringArray)) or len(value) > 0
 
 
 def _checked_rows(rows: ArrayLike, n_vocab: int, what: str) -> NDArray[np.int32]:
@@ -373,7 +376,7 @@ def _write_data(
     for info in plan:
         old = head.tensors[info.name]
         for piece in _pieces(old, None if old.shape == info.shape else ids):
-            out.write(piece)
+            out.write(piece.data)
             done += piece.nbytes
             if progress:
                 progress(done, total, info.name)

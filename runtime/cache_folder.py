@@ -1,0 +1,187 @@
+"""The user's cache folder: what can be made again, kept between runs within bounds and shared by processes.
+
+Files are written under a temporary name and renamed, so a reader sees a whole file or none; writers that build on what they
+read hold a lock. Every sort of file has a sub-folder and a pattern in SORTS, and nothing else there is ever listed or removed.
+Knows no file's content.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CacheError
+
+VARIABLE = "LLAMA_SIDECAR_CACHE"
+MAX_BYTES = 4 << 30  # of all files; the least recently used go first
+MAX_FILES = 256  # of each sort
+LOCK_TIMEOUT_S = 30.0
+SORTS = {  # sub-folder -> pattern of its files
+    "heads": "compact-*.gguf",  # compact sidecars
+    "counts": "*.u32",  # how often a model wrote each token
+    "hashes": "*.json",  # content hashes of heads, by file
+}
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cached file; `used_s` is when it was last used, in seconds since the epoch."""
+
+    sort: str
+    path: Path
+    n_bytes: int
+    used_s: float
+
+
+def default_root() -> Path:
+    """The user's cache folder: $LLAMA_SIDECAR_CACHE, else the platform's place for one; raises CacheError without a home.
+
+    Example:
+        >>> default_root()                                                   # doctest: +SKIP
+        PosixPath('/home/me/.cache/llama-sidecar')
+    """
+    own = os.environ.get(VARIABLE)
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if own:
+            return Path(own).expanduser()
+        if os.path.isabs(xdg):
+            return Path(xdg) / "llama-sidecar"
+        caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+        return Path.home() / caches / "llama-sidecar"
+    except RuntimeError as error:
+        raise CacheError(
+            f"there is no home folder for a cache ({error}): set {VARIABLE} to a folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns the system's refusals into a CacheError."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise CacheError(f"the cache cannot be used: {where}{error.strerror or error}") from error
+
+
+class CacheFolder:
+    """A cache folder, made when it is first written to. Its methods raise CacheError where the system refuses.
+
+    Example:
+        >>> CacheFolder().entries()                                          # doctest: +SKIP
+        [Entry(sort='heads', path=..., n_bytes=41233184, used_s=1764440000.0)]
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self.root = Path(root) if root is not None else default_root()
+
+    def path(self, sort: str, name: str) -> Path:
+        """Where a file of one of SORTS lies."""
+        assert Path(name).match(SORTS[sort]), f"{name} is not {SORTS[sort]}"
+        return self.root / sort / name
+
+    @_refusals()
+    def prepare(self, sort: str) -> None:
+        """Makes the sub-folder of a sort; private, for it tells what its user runs."""
+        for folder in (self.root, self.root / sort):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @_refusals()
+    def write(self, sort: str, name: str, data: bytes) -> None:
+        """Writes a small file, whole or not at all."""
+        self.prepare(sort)
+        path = self.path(sort, name)
+        part = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.part")
+        try:
+            part.write_bytes(data)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self, sort: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Holds the lock of a sort, against other processes and threads; who dies gives it back.
+
+        Raises CacheError where another holds it for longer than `timeout_s` seconds.
+        """
+        self.prepare(sort)
+        path = self.root / f"{sort}.lock"
+        with _refusals():
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            deadline = time.monotonic() + timeout_s
+            while not _try_lock(fd):
+                if time.monotonic() > deadline:
+                    raise CacheError(f"another process has held {path} for more than {timeout_s:.0f} seconds")
+                time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(fd)
+
+    def touch(self, path: Path) -> None:
+        """Notes that a file has been used; in a folder that cannot be written, nothing does."""
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+    @_refusals()
+    def entries(self) -> list[Entry]:
+        """All cached files, least recently used first."""
+        found = []
+        for sort, pattern in SORTS.items():
+            for path in (self.root / sort).glob(pattern):
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
+                    status = path.stat()
+                    found.append(Entry(sort, path, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda entry: entry.used_s)
+
+    @_refusals()
+    def trim(self, keep: Path) -> None:
+        """Removes the least recently used files beyond MAX_BYTES and MAX_FILES, but never `keep`."""
+        entries = self.entries()
+        n_bytes = sum(entry.n_bytes for entry in entries)
+        n_files = collections.Counter(entry.sort for entry in entries)
+        for entry in entries:
+            if entry.path != keep and (n_bytes > MAX_BYTES or n_files[entry.sort] > MAX_FILES):
+                entry.path.unlink(missing_ok=True)
+                n_bytes -= entry.n_bytes
+                n_files[entry.sort] -= 1
+
+    @_refusals()
+    def sweep(self, sort: str) -> None:
+        """Removes what killed writers left; call it with the sort's lock held."""
+        for part in (self.root / sort).glob(".*.part"):
+            part.unlink(missing_ok=True)
+
+    @_refusals()
+    def clear(self) -> list[Entry]:
+        """Removes all cached files and returns them; who has one open can read on."""
+        removed = []
+        for sort in SORTS:
+            if not (self.root / sort).is_dir():
+                continue
+            with self.locked(sort):
+                self.sweep(sort)
+                for entry in self.entries():
+                    if entry.sort == sort:
+                        entry.path.unlink(missing_ok=True)
+                        removed.append(entry)
+        return removed
+
+
+@_refusals()
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""`llama-sidecar cache`: what runs have left in the user's cache folder, and removing it. Formats what runtime/cache_folder.py says."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llama_sidecar.runtime.cache_folder import MAX_BYTES, CacheFolder, Entry
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program instead of tables.")
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """List or clear what runs have kept for the next one.
+
+    There are compact heads (heads), how often each model wrote each token (counts; never text) and hashes of model files. All
+    of it is made again when it is needed. The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
+    """
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_command)
+
+
+@command.command("list")
+@JSON
+def list_command(as_json: bool = False) -> None:
+    """List the cached files, least recently used first: those go first when the cache is full."""
+    folder = CacheFolder()
+    entries = folder.entries()
+    if as_json:
+        facts = {
+            "max_bytes": MAX_BYTES,
+            "n_bytes": _n_bytes(entries),
+            "entries": [_facts(e) for e in entries],
+        }
+        click.echo(json.dumps({"schema": 1, "folder": str(folder.root), **facts}, indent=2))
+        return
+    table = Table("file", "what", "size", "last used", box=None, pad_edge=False)
+    for entry in entries:
+        used = datetime.fromtimestamp(entry.used_s).strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(entry.path.name), entry.sort, _size(entry.n_bytes), used)
+    console = Console(highlight=False)
+    if entries:
+        console.print(table)
+    summary = (
+        f"{len(entries)} files, {_size(_n_bytes(entries))} of at most {_size(MAX_BYTES)}, in {folder.root}"
+    )
+    console.print(escape(summary), soft_wrap=True)
+
+
+@command.command("clear")
+@JSON
+def clear_command(as_json: bool) -> None:
+    """Remove all cached files. Programs that are using one are not disturbed."""
+    folder = CacheFolder()
+    removed = folder.clear()
+    if as_json:
+        facts = {"n_removed": len(removed), "n_bytes": _n_bytes(removed)}
+        click.echo(json.dumps({"schema": 1, "folder": str(folder.root), **facts}, indent=2))
+        return
+    click.echo(f"removed {len(removed)} files, {_size(_n_bytes(removed))}, from {folder.root}")
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {
+        "sort": entry.sort,
+        "name": entry.path.name,
+        "bytes": entry.n_bytes,
+        "used_s": round(entry.used_s, 3),
+    }
+
+
+def _n_bytes(entries: list[Entry]) -> int:
+    return sum(entry.n_bytes for entry in entries)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"
