@@ -61,18 +61,19 @@ def _drafting(stats: Stats) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its columns lined up.
+    """A Markdown table, its columns lined up but the last, which may be long.
 
-    >>> print(table(["a", "b"], [["1", "22"]]))
-    | a | b  |
-    |---|----|
-    | 1 | 22 |
+    >>> print(table(["a", "b"], [["1", "22"], ["10", "3"]]))
+    | a  | b |
+    |----|---|
+    | 1  | 22 |
+    | 10 | 3 |
     """
     lines = [list(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header) - 1)] + [0]
     text = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
         for line in lines
     ]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
+    rule = "|".join("-" * (width + 2) for width in [*widths[:-1], len(header[-1])])
+    return "\n".join([text[0], f"|{rule}|", *text[1:]])
