@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -61,9 +61,9 @@ def command(
     llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
     """
     bar = Progress(
-        TextColumn("{task.description:40.40}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
+        TextColumn("{task.description:30.30}"),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
