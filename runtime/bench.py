@@ -38,8 +38,8 @@ def p_accept(length: float, depth: int) -> float:
     Raises:
         PromptError: no coin gives it.
 
-    >>> round(p_accept(3.0, 3), 4)
-    0.8106
+    >>> round(p_accept(3.0, 3), 3)
+    0.811
     """
     if not 1 <= length <= depth + 1:
         raise PromptError(

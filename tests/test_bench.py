@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import doctest
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import PairOf
 
-from llama_sidecar.runtime import LoadError, Model, PromptError, Scripted, load
+from llama_sidecar.runtime import (
+    LoadError,
+    Model,
+    PromptError,
+    Scripted,
+    bench,
+    load,
+    lossless,
+    prompts,
+    provenance,
+)
 from llama_sidecar.runtime.bench import MIN_PAIRS, MIN_TOKENS, Report, measure, p_accept
 from llama_sidecar.runtime.lossless import first_divergence, sweep, top_two_margin
 from llama_sidecar.runtime.prompts import Prompt, prompts_hash, read_prompts
 from llama_sidecar.runtime.provenance import hash_of, machine
+from llama_sidecar.scripts import _show
 
 PROMPTS = [Prompt("import os\n", "code"), Prompt("Once upon a time", "prose")]
 
@@ -171,6 +184,11 @@ def test_a_large_file_is_hashed_at_its_ends_and_says_so(tmp_path: Path) -> None:
     assert (
         ends["sha256"] == hashlib.sha256(b"headtail").hexdigest() and "first and last 4" in ends["sha256_of"]
     )
+
+
+@pytest.mark.parametrize("module", [bench, lossless, provenance, prompts, _show], ids=lambda m: m.__name__)
+def test_examples_in_docstrings_hold(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
 
 
 def test_the_machine_has_a_name() -> None:
