@@ -21,8 +21,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a pr
 def command(ctx: click.Context) -> None:
     """List or clear what runs have kept for the next one.
 
-    There are compact heads (heads), how often each model wrote each token (counts; never text) and hashes of model files. All
-    of it is made again when it is needed. The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
+    There are compact heads and hashes of model files, which are made again when they are needed, and how often each model
+    wrote each token (counts, never text). The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
     """
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_command)
@@ -31,7 +31,7 @@ def command(ctx: click.Context) -> None:
 @command.command("list")
 @JSON
 def list_command(as_json: bool = False) -> None:
-    """List the cached files, least recently used first: those go first when the cache is full."""
+    """List the cached files, first those that go first when it is full."""
     folder = CacheFolder()
     entries = folder.entries()
     if as_json:
@@ -42,7 +42,10 @@ def list_command(as_json: bool = False) -> None:
         }
         click.echo(json.dumps({"schema": 1, "folder": str(folder.root), **facts}, indent=2))
         return
-    table = Table("file", "what", "size", "last used", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("file", overflow="fold")
+    for header in ("what", "size", "last used"):
+        table.add_column(header, no_wrap=True)
     for entry in entries:
         used = datetime.fromtimestamp(entry.used_s).strftime("%Y-%m-%d %H:%M")
         table.add_row(escape(entry.path.name), entry.sort, _size(entry.n_bytes), used)

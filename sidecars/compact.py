@@ -92,7 +92,7 @@ def choose_rows(
     texts = tokens.iter_raw() if isinstance(tokens, StringArray) else tokens
     always = np.isin(types, _ALWAYS) | np.fromiter((text in _BYTE_TOKENS for text in texts), bool, n_vocab)
     unused = (types == TokenType.UNUSED) & (seen == 0)
-    order = np.lexsort((np.arange(n_vocab), -seen, unused, ~always))
+    order = np.lexsort((-seen, unused, ~always))  # stable: of equals the lowest ids first
     return np.sort(order[:n_rows]).astype(np.int32)
 
 

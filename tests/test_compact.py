@@ -238,7 +238,7 @@ def test_no_name_is_one_of_llama_cpp_s_sidecars(source: str, name: str) -> None:
     assert compact.file_name(Path(source), 64) == name
 
 
-def test_it_is_neither_a_standard_sidecar_nor_a_main_file(pair_of: PairOf, tmp_path: Path) -> None:
+def test_it_is_neither_a_standard_sidecar_nor_a_main_file(tmp_path: Path) -> None:
     pair = models.write_pair(tmp_path)
     small = cut(open_sidecar(pair.sidecar), tmp_path, some_rows())
     for opens in (open_sidecar, open_main, lambda path: identify(read_header(path))):
