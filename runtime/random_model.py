@@ -1,7 +1,7 @@
 """Qwen3.5 in shape, random in weights: a main file and its sidecar, to measure speed with where no model is yet.
 
 Every matrix is random bytes with usable scales put in, which takes a second a gigabyte, so the text is noise and what a
-decode costs is real. The files live in the user's cache folder, one pair at a time. Knows shapes, types and block
+decode costs is real. One pair at a time lies in a folder, and none is left there. Knows shapes, types and block
 layouts (facts: the checkpoints' config.json; llama.cpp's src/models/qwen35.cpp, ggml-common.h and llama-quant.cpp), not
 what the files are for.
 """
@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +23,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.sidecars import keys
-from llama_sidecar.sidecars.errors import UnwritableFile
 
-from .errors import LoadError
+from .cache_folder import VARIABLE
+from .errors import CacheError
 
 ARCH = "qwen35"
 MARK = "-random-"  # in the names of the files written here, and only these are ever removed
@@ -153,10 +152,10 @@ def random_pair(
         progress: called with the bytes written and the bytes in all.
 
     Raises:
-        LoadError: another process uses the folder; UnwritableFile: the disk is too small, or cannot be written.
+        CacheError: the disk is too small or cannot be written, or another process uses the folder.
 
     Example:
-        >>> with random_pair(SHAPES["0.8B"], "Q8_0", cache_folder()) as pair:        # doctest: +SKIP
+        >>> with random_pair(SHAPES["0.8B"], "Q8_0", Path("scratch")) as pair:        # doctest: +SKIP
         ...     load(pair.main, pair.sidecar)
     """
     finished = False
@@ -180,17 +179,6 @@ def random_pair(
                     folder.rmdir()
 
 
-def cache_folder() -> Path:
-    """Where random pairs live: a folder of their own in the user's cache."""
-    named, xdg = os.environ.get("LLAMA_SIDECAR_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if named:
-        return Path(named) / "predict"
-    if xdg:
-        return Path(xdg) / "llama-sidecar" / "predict"
-    home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return home / "llama-sidecar" / "predict"
-
-
 # What is in the files
 
 
@@ -203,7 +191,7 @@ class _Tensor:
     @property
     def n_bytes(self) -> int:
         block, size = gguf.GGML_QUANT_SIZES[self.type]
-        return int(np.prod(self.shape)) // block * size
+        return int(np.prod(self.shape) // block * size)
 
 
 def _block(shape: Shape, i: int) -> dict[str, tuple[int, ...]]:
@@ -385,7 +373,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LoadError(
+            raise CacheError(
                 f"another prediction is running in {folder}: one at a time, or their times mean nothing"
             ) from None
         yield
@@ -400,20 +388,18 @@ def _one_line(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UnwritableFile(
-                f"the disk of {folder} filled up: free some space, or set LLAMA_SIDECAR_CACHE"
-            ) from error
-        raise UnwritableFile(
-            f"{folder} cannot be written ({error.strerror or error}): set LLAMA_SIDECAR_CACHE to a folder that can"
+            raise CacheError(f"the disk of {folder} filled up: free some space, or set {VARIABLE}") from error
+        raise CacheError(
+            f"{folder} cannot be written ({error.strerror or error}): set {VARIABLE} to a folder that can"
         ) from error
 
 
 def _check_space(folder: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes + FREE_RESERVE_BYTES > free:
-        raise UnwritableFile(
+        raise CacheError(
             f"{folder} has {free / 1e9:.2f} GB free; {n_bytes / 1e9:.2f} GB of random weights and a reserve of "
-            f"{FREE_RESERVE_BYTES / 1e9:.2f} GB are needed: free some space, choose a smaller size, or set LLAMA_SIDECAR_CACHE"
+            f"{FREE_RESERVE_BYTES / 1e9:.2f} GB are needed: free some space, choose a smaller size, or set {VARIABLE}"
         )
 
 
