@@ -32,7 +32,7 @@ class Commands(click.Group):
         return command
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("llama-sidecar", cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="llama-sidecar")
 def cli() -> None:
     """Convert models with a draft head, run them losslessly and faster, and measure what it gains."""
@@ -48,14 +48,14 @@ def bound_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def main() -> None:
-    """Runs the command line; our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
+def main(command: click.Command = cli) -> None:
+    """Runs the command line (or one command); our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
     bound_spinning()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
     try:
-        cli.main(prog_name="llama-sidecar", standalone_mode=False)
+        command.main(prog_name=command.name, standalone_mode=False)
     except click.exceptions.Abort:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)

@@ -19,7 +19,7 @@ from llama_sidecar.runtime import LoadError, placement
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.lossless import Check, sweep
 from llama_sidecar.runtime.prompts import read_prompts
-from llama_sidecar.scripts.__main__ import bound_spinning
+from llama_sidecar.scripts.__main__ import main
 from llama_sidecar.scripts._options import Loader, load_options
 from llama_sidecar.scripts._report import summary
 from llama_sidecar.scripts._show import note, table
@@ -29,7 +29,7 @@ DEPTHS = (1, 2, 3, 4)
 NEAR_TIE = 2e-2  # of logits: widths round by this much on the CPU with F32 and BF16 weights
 
 
-@click.command()
+@click.command("gpu_check.py")
 @click.option(
     "-n", "--n-predict", "n", type=click.IntRange(8), default=64, show_default=True, help="Tokens per text."
 )
@@ -40,7 +40,6 @@ NEAR_TIE = 2e-2  # of logits: widths round by this much on the CPU with F32 and 
 @load_options
 def command(open_model: Loader, n: int, budget: float, json_out: Path) -> None:
     """Check MAIN and its sidecar on the backends that the installed llama-cpp-python has."""
-    bound_spinning()
     free_before = _free_bytes()
     with open_model() as model:
         free_loaded = _free_bytes()
@@ -100,4 +99,4 @@ def _peak_rss_bytes() -> int:
 
 
 if __name__ == "__main__":
-    command()
+    main(command)
