@@ -5,6 +5,7 @@ A `Model` holds weights and is shared by any number of sessions, in any threads;
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,12 @@ from llama_sidecar.sidecars import (
     open_sidecar,
     survey,
 )
+from llama_sidecar.sidecars.compact import open_compact
 
-from . import placement
+from . import heads, placement
 from ._native import drafter_kinds
-from .errors import LoadError, SessionError
+from .draft_vocab import DraftVocab
+from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session
 from .turns import Turns
@@ -63,6 +66,8 @@ def load(
     flash_attn: str = "auto",
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    draft_vocab: int | str = "auto",
+    learn: bool = False,
     force: bool = False,
     verbose: bool = False,
 ) -> Model:
@@ -80,6 +85,10 @@ def load(
         batch: prompt tokens per decode.
         flash_attn: "auto", "on" or "off".
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
+        draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
+            "auto" cuts large vocabularies to 32,768, "full" cuts none.
+        learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
+            writes most.
         force: use a sidecar although its fingerprint says that it belongs to another model.
         verbose: let llama.cpp's own log through to stderr.
 
@@ -107,8 +116,10 @@ def load(
     )
     main_file = open_main(main)
     speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
+    if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
+        raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
     quiet(verbose)
-    return Model(main_file, sidecar_file, speculation, settings, depth)
+    return Model(main_file, sidecar_file, speculation, settings, depth, draft_vocab=draft_vocab, learn=learn)
 
 
 def _choose_sidecar(
@@ -154,6 +165,9 @@ class Model:
         speculation: Speculation,
         settings: Settings,
         depth: int,
+        *,
+        draft_vocab: int | str,
+        learn: bool,
     ) -> None:
         self.main = main
         self.speculation = speculation
@@ -165,18 +179,20 @@ class Model:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
         self.gpu_layers = self._place(sidecar)
-        embedded = speculation.path == main.path
+        self.learns = learn
+        self.draft_vocab: DraftVocab | None = None
+        self.draft_vocab_why = "all of it is drafted with"
+        head = self._cut_head(sidecar, draft_vocab)
+        embedded = speculation.path == main.path and head is None
         self.weights = Weights(
             main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
         )
         self.head_weights = self.weights
-        if sidecar is not None:
+        if head is not None:
             n_layers = (
                 placement.ALL_LAYERS if self.gpu_layers else 0
             )  # the drafter goes where the output goes
-            self.head_weights = Weights(
-                sidecar.path, with_head=True, n_gpu_layers=n_layers, device=settings.device
-            )
+            self.head_weights = Weights(head, with_head=True, n_gpu_layers=n_layers, device=settings.device)
         self.vocab = Vocab(self.weights.model)
         self._closed = False
 
@@ -262,6 +278,33 @@ class Model:
         if self._default is None or self._default.closed:
             self._default = self.session()
         return self._default
+
+    def _cut_head(self, sidecar: Sidecar | None, n_rows: int | str) -> Path | None:
+        """The file to draft with: a compact head where one can be had, else the sidecar; None when it is in the main file."""
+        if self.kind is None:
+            return None
+        source = sidecar or self.main
+        if n_rows != "full" and self.kind == "mtp":
+            try:
+                path = heads.compact_head(
+                    source,
+                    n_rows=None if n_rows == "auto" else int(n_rows),
+                    counts=heads.counts_for(self.main) if self.learns else None,
+                )
+                head = open_compact(path)
+                if int(head.target_ids[-1]) >= len(self.main.tokens):
+                    raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
+                self.draft_vocab = DraftVocab(source, head)
+                return path
+            except HeadsUnavailable as error:
+                self.draft_vocab_why = str(error)
+        return sidecar.path if sidecar else None
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Counts tokens that were written, where the model was loaded to learn."""
+        if self.learns:
+            with contextlib.suppress(CacheError):  # counting is a service, not a duty
+                heads.add_counts(self.main, tokens)
 
     def _place(self, sidecar: Sidecar | None) -> int:
         if self.settings.gpu_layers != "auto":

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _native
+from .draft_vocab import DraftVocab
 from .errors import PromptError, SessionError
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
@@ -64,6 +65,7 @@ class Session:
         self.why = why
         self.n_ctx = n_ctx
         self.kind: str | None = None
+        self._draft_vocab: DraftVocab | None = None
         self._busy = threading.Lock()
         self._cancelled = False
         self._owner: int | None = None
@@ -88,7 +90,11 @@ class Session:
             draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
             contexts.append(draft)
             options = {"kind": self.kind, "draft_ctx": address(draft)}
+            if model.draft_vocab is not None:
+                self._draft_vocab = model.draft_vocab
+                options["ids"] = model.draft_vocab.ids
         self._natives.append(_native.Session(address(target), **options))
+        self._stand_in(self._draft_vocab.nearest() if self._draft_vocab else {})
 
     # Generating
 
@@ -211,6 +217,11 @@ class Session:
         self.close()
 
     # Inside
+
+    def _stand_in(self, rows: Mapping[int, int]) -> None:
+        """Tells the head which of its rows to take for tokens that it does not have."""
+        for token, row in rows.items():
+            self._native.map_token(token, row)
 
     @property
     def _native(self) -> Any:
@@ -344,6 +355,8 @@ class Generation(Iterator[str]):
             yield self._take([first])[1]
             if request.depth and not self.finished:
                 started = time.perf_counter()
+                if session._draft_vocab is not None:
+                    session._stand_in(session._draft_vocab.find_nearest(request.tokens))
                 with session._compute() as native:
                     native.catch_up()
                 stats.prompt_s += time.perf_counter() - started
@@ -373,6 +386,16 @@ class Generation(Iterator[str]):
             yield tail
         finally:
             self._finish("cancelled")
+            self._remember()
+
+    def _remember(self) -> None:
+        """After the text: counts its tokens, and finds stand-ins for those that the head does not have."""
+        self._session.model.count(self.tokens)
+        vocab = self._session._draft_vocab
+        if vocab is not None:
+            self.stats.coverage = vocab.count_inside(self.tokens) / max(1, len(self.tokens))
+            if not self._session.closed:
+                self._session._stand_in(vocab.find_nearest(self.tokens))
 
     def _take(self, tokens: list[int]) -> tuple[int, str]:
         """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""

@@ -11,6 +11,7 @@ class Stats:
     """Counts and seconds of one generation.
 
     `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
+    `coverage` is the share of the emitted tokens that a compact head has rows for; None with a full head or before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `generate_s` runs from the first token on, without the time the caller spends between pieces.
 
@@ -36,6 +37,7 @@ class Stats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     accept_s: float = 0.0
+    coverage: float | None = None
     _drafted_at: list[int] = field(default_factory=list)
     _accepted_at: list[int] = field(default_factory=list)
 

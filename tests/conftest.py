@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before llama_cpp loads OpenMP: tests share the cores
+
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
 import models
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's own cache is never touched."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("LLAMA_SIDECAR_CACHE", str(folder))
+        yield folder
+
 
 PairOf = Callable[..., models.Pair]
 
