@@ -12,20 +12,21 @@ What others measured on real models stands beside it, each with its source. Know
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import placement
 from .bench import Report, measure, p_accept
-from .cache_folder import default_root
-from .errors import LoadError
+from .cache_folder import CacheFolder, default_root
+from .errors import CacheError, LoadError
 from .library import llama
 from .llm import Model, load
 from .prompts import Prompt
-from .random_model import SHAPES, RandomPair, Shape, random_pair
+from .random_model import MARK, SHAPES, RandomPair, Shape, random_pair
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 MAX_DEPTH = 4
@@ -267,6 +268,7 @@ def predict(
             announce=before_writing,
             progress=lambda done, total: progress("writing random weights", done, total),
         ) as pair,
+        _no_cached_heads(),
         load(
             pair.main,
             pair.sidecar,
@@ -286,6 +288,18 @@ def predict(
             progress=lambda done, total: progress("measuring", done, total),
         )
         return Prediction(shape, type, pair, _n_head_rows(model), report, keep)
+
+
+@contextlib.contextmanager
+def _no_cached_heads() -> Iterator[None]:
+    """Removes the compact heads that `load` cut from random ones: nothing will ask for them again."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(CacheError, OSError):
+            for entry in CacheFolder().entries():
+                if MARK in entry.path.name:
+                    entry.path.unlink()
 
 
 def _n_head_rows(model: Model) -> int:

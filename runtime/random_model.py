@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -350,7 +350,7 @@ def _data(tensor: _Tensor, rng: np.random.Generator) -> Iterator[memoryview]:
         value = next((v for end, v in CONSTANTS.items() if tensor.name.endswith(end)), 1.0)
         yield np.full(tensor.shape, value, "<f4").reshape(-1).view(np.uint8).data
         return
-    row_bytes = replace(tensor, shape=tensor.shape[-1:]).n_bytes
+    row_bytes = tensor.n_bytes // tensor.shape[0]
     step = max(1, SLICE_BYTES // row_bytes) * row_bytes
     for start in range(0, tensor.n_bytes, step):
         yield random_blocks(tensor.type, min(step, tensor.n_bytes - start), rng).data

@@ -178,6 +178,15 @@ def test_too_little_memory_is_said_before_anything_is_written(
     assert [*tmp_path.iterdir()] == []
 
 
+def test_the_head_is_cut_as_in_real_use_and_not_left_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(tmp_path))
+    prediction = predict.predict(replace(TINY, n_vocab=65_600), "Q4_0", max_depth=1, threads=1)
+    assert prediction.n_head_rows == 32_768
+    assert [*tmp_path.rglob("*.gguf")] == []
+
+
 # What it says
 
 
