@@ -448,9 +448,9 @@ def test_moving_to_the_plain_context_and_back_changes_nothing(model: Model) -> N
         target = make_target_context(model.weights, model.settings, n_ctx=256, depth=3, n_slots=3)
         plain = make_target_context(model.weights, model.settings, n_ctx=256, depth=0, n_slots=0)
         draft = make_draft_context(model.head_weights, model.settings, n_ctx=256)
-        native = _native.Session(
-            address(target), kind="mtp", draft_ctx=address(draft), plain_ctx=address(plain) if moves else 0
-        )
+        native = _native.Session(address(target), kind="mtp", draft_ctx=address(draft))
+        if moves:
+            native.set_plain_context(address(plain))
         chooser = _native.greedy_chooser()
         native.feed(PROMPT, True)
         text, drafts = [native.first(chooser)], []

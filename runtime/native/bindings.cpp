@@ -75,7 +75,7 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
-               uintptr_t plain_ctx, const std::vector<llama_token> & ids, const std::vector<llama_token> & script, int32_t n_right) {
+               const std::vector<llama_token> & ids, const std::vector<llama_token> & script, int32_t n_right) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
@@ -84,17 +84,19 @@ NB_MODULE(_native, m) {
                 options.ids = ids;
                 options.script = script;
                 options.n_right = n_right;
-                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr,
-                                   plain_ctx == 0 ? nullptr : context_at(plain_ctx));
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr);
             },
             "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
-            "plain_ctx"_a = 0, "ids"_a = std::vector<llama_token>(), "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
+            "ids"_a = std::vector<llama_token>(), "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)
         .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, no_gil)
         .def("keep", &Session::keep, "n"_a)
         .def("catch_up", &Session::catch_up, no_gil)
+        .def(
+            "set_plain_context", [](Session & self, uintptr_t ctx) { self.set_plain_context(context_at(ctx)); }, "ctx"_a)
+        .def_prop_ro("has_plain_context", &Session::has_plain_context)
         .def("use_plain", &Session::use_plain, "plain"_a, no_gil)
         .def_prop_ro("is_plain", &Session::is_plain)
         .def("map_token", &Session::map_token, "token"_a, "row"_a)

@@ -17,12 +17,14 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, llama_context * plain_ctx)
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
     : main_target_(ctx, drafter && drafter->needs_hidden_rows()), target_(&main_target_), drafter_(std::move(drafter)) {
-    if (plain_ctx != nullptr) {
-        plain_target_ = std::make_unique<Target>(plain_ctx, drafter_ && drafter_->needs_hidden_rows());
-    }
     clear();
+}
+
+void Session::set_plain_context(llama_context * ctx) {
+    if (plain_target_) throw std::logic_error("the session has a plain context");
+    plain_target_ = std::make_unique<Target>(ctx, drafter_ && drafter_->needs_hidden_rows());
 }
 
 void Session::clear() {

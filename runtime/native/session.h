@@ -34,9 +34,8 @@ struct Round {
 
 class Session {
   public:
-    // The contexts are not owned. Without a drafter every step decodes one row. `plain_ctx` is null, or a context of the
-    // same model without rollback slots: see use_plain().
-    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, llama_context * plain_ctx = nullptr);
+    // `ctx` is not owned. Without a drafter every step decodes one row.
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -45,6 +44,10 @@ class Session {
     // One round with at most `depth` drafts; fewer where the context's end or its batch is near. Needs n_past() < n_ctx.
     Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
     void keep(int32_t n);
+    // Gives it a second context of the same model, without rollback slots, for use_plain(). Not owned. Once, at any time.
+    void set_plain_context(llama_context * ctx);
+    bool has_plain_context() const { return plain_target_ != nullptr; }
+
     // Moves the sequence to the context without rollback slots, where one row is cheaper and only depth 0 is possible, or
     // back; copies its state once. Does nothing without such a context, or when the sequence is there already.
     void use_plain(bool plain);
