@@ -40,10 +40,10 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Costs:
+class RelativeCosts:
     """What a round costs in decodes of one row: `v[n - 1]` for n rows at once, `c` for a draft step.
 
-    >>> costs = Costs(v=[1.0, 1.2, 1.4], c=0.1)
+    >>> costs = RelativeCosts(v=[1.0, 1.2, 1.4], c=0.1)
     >>> costs.best_depth(0.8), round(costs.speedup(0.8, 2), 3), costs.best_depth(0.2)
     (2, 1.525, 0)
     """
@@ -53,9 +53,9 @@ class Costs:
 
     def speedup(self, acceptance: float, depth: int) -> float:
         """How many times plain speed rounds of `depth` drafts are; depth 0 is plain."""
-        return expected_length(acceptance, depth) / self.round(depth)
+        return expected_length(acceptance, depth) / self.round_cost(depth)
 
-    def round(self, depth: int) -> float:
+    def round_cost(self, depth: int) -> float:
         """What a round of `depth` drafts takes, in decodes of one row."""
         return self.v[depth] + depth * self.c
 
@@ -112,7 +112,7 @@ class Published:
         return cls(task, p_accept(length, 3), source)
 
 
-# Lengths at depth 3, greedy or at the model's own sampling. llama.cpp: 192 tokens a prompt, of which accepted drafts
+# Lengths at depth 3. llama.cpp: 192 tokens a prompt, of which accepted drafts
 # (2026-06-14, Q8_0): code_python 136 and code_cpp 130; explain_concept 130 and qa_factual 132; creative_short 125; all
 # other tokens began a round. ik_llama.cpp: "a.len" of code and story (2026-09-01). mlx-vlm: 1.92 accepted a round.
 # DeepSeek: the second token is accepted 85 to 90 % of the time, across topics.
@@ -145,14 +145,14 @@ class Prediction:
     kept: bool
 
     @property
-    def costs(self) -> Costs:
-        return Costs(self.report.v, self.report.c)
+    def costs(self) -> RelativeCosts:
+        return RelativeCosts(self.report.v, self.report.c)
 
     @property
     def checked(self) -> tuple[float, float]:
         """The speed-up of the run itself, whose drafts stood by coin tosses, and what the arithmetic says of that run."""
         figures = self.report.figures
-        return figures.speedup, figures.stats.mean_accepted_length / self.costs.round(self.report.depth)
+        return figures.speedup, figures.stats.mean_accepted_length / self.costs.round_cost(self.report.depth)
 
     def speedups(self, task: str) -> tuple[float, float]:
         """The best speed-up at the lowest and at the highest acceptance published for a task."""

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from llama_sidecar.runtime.placement import idle_gpu_hint
 from llama_sidecar.runtime.predict import (
     ACCEPTANCES,
     BUDGET_S,
@@ -42,8 +43,8 @@ SOURCES = list(dict.fromkeys(published.source for published in PUBLISHED))
     "type_",
     type=click.Choice(TYPES, case_sensitive=False),
     default="Q8_0",
-    show_default=True,
-    help="The type of its weights.",
+    metavar="TYPE",
+    help=f"The type of its weights: {', '.join(TYPES)}.  [default: Q8_0]",
 )
 @click.option(
     "--max-depth",
@@ -97,6 +98,8 @@ def command(
     llama-sidecar predict
     llama-sidecar predict --size 4B --type Q4_K_M
     """
+    if hint := idle_gpu_hint():
+        note(hint)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.runtime import LoadError, load, predict, random_model
 from llama_sidecar.runtime.errors import CacheError
-from llama_sidecar.runtime.predict import Costs, Prediction
+from llama_sidecar.runtime.predict import Prediction, RelativeCosts
 from llama_sidecar.runtime.random_model import SHAPES, TYPES, RandomPair, Shape, random_pair
 from llama_sidecar.scripts.predict import command
 from llama_sidecar.sidecars import read_header
@@ -191,7 +191,7 @@ def test_the_head_is_cut_as_in_real_use_and_not_left_in_the_cache(
 
 
 def test_the_table_by_hand() -> None:
-    costs = Costs(v=[1.0, 1.5, 1.8], c=0.1)
+    costs = RelativeCosts(v=[1.0, 1.5, 1.8], c=0.1)
     assert costs.speedup(0.8, 0) == 1.0
     assert costs.speedup(0.8, 1) == pytest.approx(1.8 / 1.6)
     assert costs.speedup(0.8, 2) == pytest.approx(2.44 / 2.0)
