@@ -1,0 +1,326 @@
+"""Pace against a simulated machine: near the best fixed depth, never slower than plain, whatever costs and text do.
+
+Time is counted in plain tokens. A machine has true costs and a noisy clock that may be slow for a while (another program);
+a text has a chance for each draft, which may change as it goes on, or depend on what pace is up to.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from llama_sidecar.runtime.costs import Costs
+from llama_sidecar.runtime.pace import MAX_WAIT, Pace, expected_tokens
+
+Text = Callable[[int, Pace], Sequence[float]]  # tokens so far -> chance by position
+Slowness = Callable[[int], float]  # tokens so far -> how many times slower the clock's seconds are
+
+
+def machine(v: Sequence[float], c: float, *, first: float | None = None) -> Costs:
+    """One row in the context that drafts is the unit; plain decoding is 3 % faster."""
+    return Costs(plain_s=0.97, verify_s=tuple(v), first_draft_s=first or 1.2 * c, draft_step_s=c)
+
+
+MACHINES = {  # the project's measurements on 2 cores, then other shapes
+    "BF16": machine([1, 1.45, 1.7, 1.8, 1.95], 0.06),
+    "Q8_0": machine([1, 2.05, 2.25, 2.5, 3.5], 0.05),
+    "Q4_0": machine([1, 1.75, 2.35, 2.55, 3.1], 0.05),
+    "BF16, full vocabulary": machine([1, 1.45, 1.7, 1.8, 1.95], 0.35),
+    "GPU": machine([1, 1.15, 1.3, 1.45, 1.6], 0.04),
+    "mixture of experts": machine([1, 1.5, 2.0, 2.4, 2.8], 0.05),
+    "small-batch kernels": machine([1, 1.1, 1.3, 1.5, 1.9], 0.05),
+}
+ACCEPTANCES = {
+    **{f"{p}": [p] * 4 for p in (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)},
+    "good first draft": [0.88, 0.48, 0.5, 0.5],
+    "falling": [0.85, 0.75, 0.65, 0.55],
+    "rising": [0.6, 0.8, 0.9, 0.9],
+}
+
+
+@dataclass
+class Run:
+    """A text's rounds: tokens after each, its depth, and the time so far."""
+
+    n_tokens: list[int]
+    depths: list[int]
+    times: list[float]
+
+    def speed(self, start: int = 0, stop: int | None = None) -> float:
+        """Tokens per time between two token counts."""
+        first = next((i for i, n in enumerate(self.n_tokens) if n >= start), 0) if start else None
+        last = next((i for i, n in enumerate(self.n_tokens) if n >= stop), -1) if stop else -1
+        n, t = (self.n_tokens[first], self.times[first]) if first is not None else (0, 0.0)
+        return (self.n_tokens[last] - n) / (self.times[last] - t)
+
+
+def simulate(
+    true: Costs,
+    text: Text,
+    n: int,
+    *,
+    seed: int = 0,
+    believed: Costs | None = None,
+    slowness: Slowness = lambda n: 1.0,
+    noise: float = 0.03,
+    switch_s: float = 0.0,
+) -> Run:
+    """Writes n tokens. What the clock shows goes to pace; what counts is time on an idle machine."""
+    rng = random.Random(seed)
+    pace = Pace(believed or true, switch_s=switch_s)
+    run = Run([], [], [])
+    n_tokens, spent, was_drafting = 0, 0.0, False
+    while n_tokens < n:
+        depth, drafting = pace.depth(), pace.drafting
+        chances = text(n_tokens, pace)
+        n_accepted = 0
+        while n_accepted < depth and rng.random() < chances[n_accepted]:
+            n_accepted += 1
+        verify_s = true.verify_s[depth] if drafting else true.plain_s
+        clock = slowness(n_tokens) * math.exp(rng.gauss(0, noise))
+        draft_clock = clock * math.exp(rng.gauss(0, noise))
+        pace.observe(depth, n_accepted, true.draft_s(depth) * draft_clock, verify_s * clock)
+        spent += verify_s + true.draft_s(depth) + switch_s * (drafting != was_drafting)
+        was_drafting = drafting
+        n_tokens += 1 + n_accepted
+        run.n_tokens.append(n_tokens)
+        run.depths.append(depth)
+        run.times.append(spent)
+    return run
+
+
+def constant(acceptance: Sequence[float]) -> Text:
+    return lambda n, pace: acceptance
+
+
+def plain_speed(costs: Costs) -> float:
+    return 1 / costs.plain_s
+
+
+def best_speed(costs: Costs, acceptance: Sequence[float]) -> float:
+    """Of the best fixed depth, 0 included."""
+    return max(
+        expected_tokens(acceptance[:depth]) / costs.round_s(depth) for depth in range(costs.max_depth + 1)
+    )
+
+
+# As fast as the best fixed depth
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_steady_speed_is_within_3_percent_of_the_best_fixed_depth(name: str) -> None:
+    costs = MACHINES[name]
+    share = {
+        text: simulate(costs, constant(acceptance), 6000).speed(500) / best_speed(costs, acceptance)
+        for text, acceptance in ACCEPTANCES.items()
+    }
+    assert min(share.values()) > 0.97, share
+
+
+def test_depths_that_are_not_worth_it_are_stepped_over() -> None:
+    """Q8_0's second row costs as much as the first: 3 drafts pay, 1 never does."""
+    depths = simulate(MACHINES["Q8_0"], constant([0.9] * 4), 3000).depths
+    assert depths.count(3) > 0.95 * len(depths)
+
+
+def test_a_greater_depth_is_found_when_the_text_turns_easy() -> None:
+    text: Text = lambda n, pace: [0.55] * 4 if n < 1000 else [0.95] * 4  # noqa: E731
+    run = simulate(MACHINES["GPU"], text, 2000)
+    before = [d for d, n in zip(run.depths, run.n_tokens, strict=True) if 300 < n < 1000]
+    after = [d for d, n in zip(run.depths, run.n_tokens, strict=True) if n > 1200]
+    assert sum(before) / len(before) < 2.7 and sum(after) / len(after) > 3.7
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "BF16", "mixture of experts"])
+def test_prose_after_code_is_noticed_within_a_few_dozen_rounds(name: str) -> None:
+    text: Text = lambda n, pace: [0.9] * 4 if not 1000 < n < 3000 else [0.1] * 4  # noqa: E731
+    for seed in range(5):
+        run = simulate(MACHINES[name], text, 5000, seed=seed)
+        start = next(i for i, n in enumerate(run.n_tokens) if n > 1000)
+        assert 0 in run.depths[start : start + 60]
+        in_prose = [d for d, n in zip(run.depths, run.n_tokens, strict=True) if 1200 < n < 3000]
+        assert in_prose.count(0) > 0.95 * len(in_prose)
+        back = next(n for n, d in zip(run.n_tokens, run.depths, strict=True) if n > 3050 and d > 0)
+        assert back < 3000 + 1.5 * MAX_WAIT
+
+
+# Never slower than plain
+
+
+def right_at_first(n_rounds: int) -> Text:
+    """Lures: right in the first rounds of every stretch of drafting, then wrong."""
+    state = {"rounds": 0}
+
+    def text(n: int, pace: Pace) -> Sequence[float]:
+        state["rounds"] = state["rounds"] + 1 if pace.drafting else 0
+        return [1.0 if state["rounds"] <= n_rounds else 0.0] * 4
+
+    return text
+
+
+def spiteful(speedup: float) -> Text:
+    """Right as long as pace expects less than this of drafting, wrong as soon as it expects more."""
+    return lambda n, pace: [1.0 if max(pace.speedup(d) for d in range(1, 5)) < speedup else 0.0] * 4
+
+
+def in_patches(n_right: int, n_wrong: int) -> Text:
+    return lambda n, pace: [0.95 if n % (n_right + n_wrong) < n_right else 0.0] * 4
+
+
+TEXTS = {
+    **{name: constant(acceptance) for name, acceptance in ACCEPTANCES.items()},
+    **{f"right for {n} rounds": right_at_first(n) for n in (1, 2, 5, 13, 40)},
+    **{f"spiteful at {s}": spiteful(s) for s in (0.9, 1.0, 1.1, 1.3)},
+    **{f"{a} right, {b} wrong": in_patches(a, b) for a, b in ((5, 50), (20, 20), (20, 200), (100, 100))},
+}
+
+
+@pytest.mark.parametrize("switch_s", [0.0, 1.0])
+@pytest.mark.parametrize("name", MACHINES)
+def test_512_tokens_never_take_over_3_percent_longer_than_plain(name: str, switch_s: float) -> None:
+    costs = MACHINES[name]
+    share = {
+        text_name: simulate(costs, text, 512, seed=seed, switch_s=switch_s).speed() / plain_speed(costs)
+        for text_name, text in TEXTS.items()
+        for seed in range(2)
+    }
+    assert min(share.values()) > 0.97, share
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_looking_in_vain_costs_at_most_one_and_a_half_percent(name: str) -> None:
+    costs = MACHINES[name]
+    run = simulate(costs, constant([0.0] * 4), 8000)
+    assert run.speed() > (1 - 0.015) * plain_speed(costs)
+    assert sum(run.depths[-MAX_WAIT - 10 :]) > 0, "it still looks now and then"
+
+
+def test_what_cannot_pay_is_never_tried() -> None:
+    hopeless = machine([1, 2.2, 3.3, 4.4, 5.5], 0.1)
+    assert set(simulate(hopeless, constant([1.0] * 4), 600).depths) == {0}
+
+
+# Costs that are wrong, or change
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"plain_s": 1.15},
+        {"plain_s": 0.87},
+        {"verify_s": (1, 0.85, 0.85, 0.85, 0.85)},
+        {"verify_s": (1, 0.85, 1, 1, 1)},
+        {"verify_s": (1, 1, 1, 1.15, 1)},
+        {"first_draft_s": 0.4, "draft_step_s": 0.4},
+        {"plain_s": 3, "verify_s": (3, 3, 3, 3, 3), "first_draft_s": 3, "draft_step_s": 3},
+    ],
+    ids=str,
+)
+def test_wrong_costs_are_mended_by_real_rounds(wrong: dict[str, float | tuple[float, ...]]) -> None:
+    """Each factor turns a true cost into one that was measured badly."""
+    for name, true in MACHINES.items():
+        believed = true
+        for part, factor in wrong.items():
+            value = getattr(true, part)
+            scaled = (
+                tuple(a * b for a, b in zip(value, factor, strict=True))
+                if isinstance(factor, tuple)
+                else value * factor
+            )
+            believed = replace(believed, **{part: scaled})
+        for acceptance in (0.0, 0.4, 0.9):
+            run = simulate(true, constant([acceptance] * 4), 2500, believed=believed)
+            assert run.speed(500) > 0.97 * plain_speed(true), (name, acceptance)
+
+
+@pytest.mark.parametrize(
+    "slowness",
+    [
+        lambda n: 3.0 if 300 < n < 600 else 1.0,
+        lambda n: 3.0 if n % 200 < 60 else 1.0,
+        lambda n: 20.0 if n % 17 == 0 else 1.0,
+        lambda n: 2.5 if n > 800 else 1.0,
+    ],
+    ids=["a while", "on and off", "stalls", "from then on"],
+)
+def test_a_busy_machine_is_not_learned_as_cost(slowness: Slowness) -> None:
+    for name, costs in MACHINES.items():
+        for acceptance in (0.0, 0.4, 0.9):
+            text = constant([acceptance] * 4)
+            run = simulate(costs, text, 3000, slowness=slowness, noise=0.08)
+            best = best_speed(costs, [acceptance] * 4)
+            assert run.speed(700) > 0.95 * best, (name, acceptance)
+            assert run.speed(700) > 0.97 * plain_speed(costs), (name, acceptance)
+
+
+def test_a_drafter_that_becomes_dear_is_left_off() -> None:
+    """Only ratios are learned, and this one changes: other programs hurt the drafter's many small steps most."""
+    costs = MACHINES["BF16"]
+    pace = Pace(costs)
+    for _ in range(200):
+        depth = pace.depth()
+        pace.observe(depth, min(depth, 1), 12 * costs.draft_s(depth), costs.verify_s[depth])
+    assert pace.depth() == 0
+
+
+# What a caller may rely on
+
+
+def test_equal_observations_give_equal_depths_and_asking_changes_nothing() -> None:
+    costs, rng = MACHINES["Q4_0"], random.Random(1)
+    one, other = Pace(costs), Pace(costs)
+    for _ in range(500):
+        depth = one.depth()
+        assert depth == other.depth() == other.depth()
+        n_accepted = rng.randint(0, depth)
+        seconds = rng.random() + 0.5
+        for pace in (one, other):
+            pace.observe(depth, n_accepted, 0.1 * seconds, seconds)
+
+
+def test_single_rows_are_asked_for_while_drafting_and_stay_in_the_drafting_context() -> None:
+    costs = MACHINES["Q8_0"]
+    pace = Pace(costs)
+    kinds = set()
+    for _ in range(100):
+        depth = pace.depth()
+        kinds.add((pace.drafting, depth > 0))
+        pace.observe(depth, depth if depth else 0, costs.draft_s(depth), costs.verify_s[depth])
+    assert (True, True) in kinds and (False, False) not in kinds
+
+
+def test_a_round_that_had_no_room_for_drafts_says_nothing() -> None:
+    pace, same = Pace(MACHINES["GPU"]), Pace(MACHINES["GPU"])
+    for _ in range(50):
+        same.observe(0, 0, 0.0, 1.0)
+    assert (same.depth(), same.acceptance, same.speedup(2)) == (
+        pace.depth(),
+        pace.acceptance,
+        pace.speedup(2),
+    )
+
+
+def test_max_depth_is_kept() -> None:
+    pace = Pace(MACHINES["GPU"], 2)
+    for _ in range(100):
+        depth = pace.depth()
+        assert depth <= 2
+        pace.observe(depth, depth, 0.05, 1.2)
+    with pytest.raises(ValueError, match="max_depth 5"):
+        Pace(MACHINES["GPU"], 5)
+    with pytest.raises(ValueError, match="2 of 1 drafts"):
+        pace.observe(1, 2, 0.1, 1.0)
+
+
+def test_a_round_takes_pace_a_few_microseconds() -> None:
+    pace = Pace(MACHINES["GPU"])
+    started = time.process_time()
+    for _ in range(2000):
+        depth = pace.depth()
+        pace.observe(depth, depth, 0.05, 1.0)
+    assert (time.process_time() - started) / 2000 < 50e-6
