@@ -129,6 +129,7 @@ class Report:
     temperature: float
     seed: int
     synthetic_length: float | None
+    paced: bool = False  # pace chose the depth, `depth` at most
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     row_s: dict[int, list[float]] = field(default_factory=dict)
@@ -180,8 +181,12 @@ class Report:
 
     @property
     def bound(self) -> float:
-        """The speed-up if drafting and choosing were free: L / v(depth + 1)."""
-        return self.figures.stats.mean_accepted_length / self.v[-1]
+        """The speed-up if drafting and choosing were free: L / v(depth + 1); with pace, at the depths its rounds had."""
+        stats = self.figures.stats
+        if not self.paced:
+            return stats.mean_accepted_length / self.v[-1]
+        verified = sum(n * v for n, v in zip(stats.rounds_per_depth, self.v, strict=False))
+        return (stats.n_rounds + stats.n_accepted) / verified if verified else 1.0
 
     @property
     def tokens_equal(self) -> bool | None:
@@ -196,6 +201,8 @@ class Report:
             "tokens_equal": self.tokens_equal,
             "first_divergence": asdict(self.divergence) if self.divergence else None,
             "depth": self.depth,
+            "paced": self.paced,
+            "rounds_per_depth": self.figures.stats.rounds_per_depth,
             "v": self.v,
             "row_s": self.one_row_s,
             "draft_step_s": self.draft_step_s,
@@ -252,13 +259,15 @@ def measure(
         raise PromptError(f"{n} tokens a text are too few to time: at least 2")
     if budget_s is not None and not budget_s > 0:
         raise PromptError(f"a budget of {budget_s} seconds is no time at all")
+    if synthetic_length is not None and model.paced:
+        raise PromptError("coins of one mean accepted length need one depth: name it with --depth")
     coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
     deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
     usable, warnings = _usable(model, prompts, n)
     report = Report([prompt for prompt, _ in usable], model.depth, n, temperature, seed, synthetic_length)
     report.warnings += warnings
     report.source = provenance(model)
-    with model.session(spec_type="none") as plain, model.session() as spec:
+    with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
         bench = _Bench(
             report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(usable)), progress=progress
         )

@@ -28,6 +28,7 @@ SORTS = {  # sub-folder -> pattern of its files
     "heads": "compact-*.gguf",  # compact sidecars
     "counts": "*.u32",  # how often a model wrote each token
     "hashes": "*.json",  # content hashes of heads, by file
+    "costs": "*.json",  # what rounds cost here, by model and settings
 }
 _POLL_S = 0.05
 

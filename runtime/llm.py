@@ -28,15 +28,20 @@ from llama_sidecar.sidecars.compact import open_compact
 
 from . import heads, placement
 from ._native import drafter_kinds
+from .costs import costs_for
 from .draft_vocab import DraftVocab
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
+from .pace import Pace
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session
 from .turns import Turns
 from .vocab import Vocab
 from .weights import MAX_DEPTH, Settings, Weights, quiet
 
-DEFAULT_DEPTH = 3
+AUTO = "auto"
+AUTO_DEPTH = (
+    4  # the deepest that pace may choose: each rollback slot costs memory, and drafts beyond rarely stand
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def load(
     sidecar: str | os.PathLike[str] | None = None,
     *,
     spec_type: str = "auto",
-    depth: int = DEFAULT_DEPTH,
+    depth: int | str = AUTO,
     gpu_layers: int | str = "auto",
     device: str | None = None,
     threads: int | None = None,
@@ -77,7 +82,9 @@ def load(
         main: the main file (the first shard of a sharded one).
         sidecar: the sidecar; by default the one beside the main file, or the head inside it.
         spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", ...), which must then be there.
-        depth: tokens drafted per round, 1 to 64.
+        depth: tokens drafted per round, 1 to 64; "auto" lets pace choose it round by round from what drafts cost here and
+            how many stand, 0 included, so that it is never slower than plain decoding. The first session then measures the
+            costs, at most 5 seconds, and they are kept in the user's cache folder.
         gpu_layers: layers on a GPU; "auto" takes as many as fit its free memory.
         device: llama.cpp's device names, comma separated, or "none".
         threads: CPU threads (default: the physical cores).
@@ -100,9 +107,9 @@ def load(
         >>> with load("demo-Q8_0.gguf") as model:                              # doctest: +SKIP
         ...     print(model.generate("def main():", max_tokens=32).read())
     """
-    if not 1 <= depth <= MAX_DEPTH:
+    if depth != AUTO and not (isinstance(depth, int) and 1 <= depth <= MAX_DEPTH):
         raise LoadError(
-            f"depth {depth} is not between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)"
+            f"depth {depth!r} is neither 'auto' nor between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)"
         )
     settings = Settings(
         gpu_layers=gpu_layers,
@@ -164,7 +171,7 @@ class Model:
         sidecar: Sidecar | None,
         speculation: Speculation,
         settings: Settings,
-        depth: int,
+        depth: int | str,
         *,
         draft_vocab: int | str,
         learn: bool,
@@ -172,17 +179,20 @@ class Model:
         self.main = main
         self.speculation = speculation
         self.settings = settings
-        self.depth = depth if speculation.kind else 0
+        self.paced = depth == AUTO
+        self.depth = (AUTO_DEPTH if isinstance(depth, str) else depth) if speculation.kind else 0
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
         self.turns = Turns()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
         self.gpu_layers = self._place(sidecar)
-        self.learns = learn
         self.draft_vocab: DraftVocab | None = None
         self.draft_vocab_why = "all of it is drafted with"
-        head = self._cut_head(sidecar, draft_vocab)
+        head = self._cut_head(sidecar, draft_vocab, learn)
+        self.learns = (
+            learn and self.draft_vocab is not None
+        )  # a head that has all tokens has nothing to learn
         embedded = speculation.path == main.path and head is None
         self.weights = Weights(
             main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
@@ -207,6 +217,7 @@ class Model:
         ctx: int | None = None,
         spec_type: str | None = None,
         depth: int | None = None,
+        learn: bool | None = None,
         n_slots: int | None = None,
         scripted: Scripted | None = None,
     ) -> Session:
@@ -215,7 +226,8 @@ class Model:
         Args:
             ctx: context length in tokens (default: the model's setting).
             spec_type: "none" makes a plain session.
-            depth: drafts per round at most; 0 makes a plain session.
+            depth: drafts in every round; 0 makes a plain session (default: the model's setting, which may be pace's choice).
+            learn: count what this session writes (default: the model's setting).
             n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
             scripted: tests only: a drafter that knows the text.
 
@@ -237,6 +249,10 @@ class Model:
             raise LoadError(f"depth {wanted} is not between 0 and {MAX_DEPTH}")
         if spec_type == "none" or (self.kind is None and scripted is None):
             wanted = 0
+        pace = None
+        if self.paced and depth is None and scripted is None and wanted:
+            pace = Pace(costs_for(self))
+            wanted = pace.max_depth
         why = self.speculation.why if spec_type != "none" else "it was turned off for this session"
         session = Session(
             self,
@@ -244,6 +260,8 @@ class Model:
             n_ctx=ctx or self.n_ctx,
             depth=wanted,
             why=why,
+            pace=pace,
+            learn=self.learns if learn is None else learn,
             n_slots=n_slots,
             scripted=scripted,
         )
@@ -279,7 +297,7 @@ class Model:
             self._default = self.session()
         return self._default
 
-    def _cut_head(self, sidecar: Sidecar | None, n_rows: int | str) -> Path | None:
+    def _cut_head(self, sidecar: Sidecar | None, n_rows: int | str, learn: bool) -> Path | None:
         """The file to draft with: a compact head where one can be had, else the sidecar; None when it is in the main file."""
         if self.kind is None:
             return None
@@ -289,7 +307,7 @@ class Model:
                 path = heads.compact_head(
                     source,
                     n_rows=None if n_rows == "auto" else int(n_rows),
-                    counts=heads.counts_for(self.main) if self.learns else None,
+                    counts=heads.counts_for(self.main) if learn else None,
                 )
                 head = open_compact(path)
                 if int(head.target_ids[-1]) >= len(self.main.tokens):
@@ -301,10 +319,9 @@ class Model:
         return sidecar.path if sidecar else None
 
     def count(self, tokens: Sequence[int]) -> None:
-        """Counts tokens that were written, where the model was loaded to learn."""
-        if self.learns:
-            with contextlib.suppress(CacheError):  # counting is a service, not a duty
-                heads.add_counts(self.main, tokens)
+        """Counts tokens that this model wrote, in the user's cache folder."""
+        with contextlib.suppress(CacheError):  # counting is a service, not a duty
+            heads.add_counts(self.main, tokens)
 
     def _place(self, sidecar: Sidecar | None) -> int:
         if self.settings.gpu_layers != "auto":

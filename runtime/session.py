@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import _native
 from .draft_vocab import DraftVocab
 from .errors import PromptError, SessionError
+from .pace import Pace
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
 from .vocab import TextStream
@@ -45,6 +46,8 @@ class Session:
 
     Args:
         depth: drafts per round at most; 0 makes a plain session, without rollback slots and hidden rows.
+        pace: chooses the depth of each round; without it every round drafts `depth` tokens.
+        learn: count the tokens that are written (see `Model.count`).
         n_slots: rollback slots for a recurrent target (default: as many as `depth`).
         scripted: a scripted drafter in place of the model's own.
     """
@@ -57,15 +60,20 @@ class Session:
         n_ctx: int,
         depth: int,
         why: str,
+        pace: Pace | None = None,
+        learn: bool = False,
         n_slots: int | None = None,
         scripted: Scripted | None = None,
     ) -> None:
         self.model = model
+        self.pace = pace
         self.depth = depth
         self.why = why
         self.n_ctx = n_ctx
         self.kind: str | None = None
         self._draft_vocab: DraftVocab | None = None
+        self._settings = settings
+        self._learn = learn
         self._busy = threading.Lock()
         self._cancelled = False
         self._owner: int | None = None
@@ -74,7 +82,7 @@ class Session:
         self._n_piece = min(N_PIECE, settings.batch, n_ctx)
         # Freed together and in order, by close() or with the last reference; the weights are held until then.
         self._natives: list[Any] = []
-        contexts: list[Any] = []
+        self._contexts = contexts = list[Any]()
         weights = (model.weights, model.head_weights)
         self._free = weakref.finalize(self, _free_session, self._natives, contexts, weights)
         target = make_target_context(
@@ -120,7 +128,7 @@ class Session:
             temperature, top_k, top_p, min_p: None takes the file's own setting, else greedy.
             seed: None draws a fresh one.
             stop: strings that end the text; they are not part of it.
-            depth: drafts per round, at most the session's own.
+            depth: drafts per round, at most the session's own; None leaves it to the session's pace, if it has one.
             ignore_eos: go on past the end-of-text token (benchmarks).
 
         Raises:
@@ -145,6 +153,7 @@ class Session:
             max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
             stop=[stop] if isinstance(stop, str) else list(stop),
             depth=self.depth if depth is None else min(depth, self.depth),
+            pace=self.pace if depth is None else None,
             ignore_eos=ignore_eos,
         )
         return self._start(request)
@@ -163,7 +172,7 @@ class Session:
         """For benchmarks: each draft stands by a coin toss of probability `p_accept`. The text is meaningless."""
         self._check_prompt(list(prompt))
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
-        return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, ignore_eos=True))
+        return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, None, ignore_eos=True))
 
     def time_rows(self, tokens: Sequence[int], n_rows: int, repeats: int) -> list[float]:
         """For benchmarks: seconds of each of `repeats` decodes of `n_rows` rows, all of them output; the first is warm-up.
@@ -217,6 +226,16 @@ class Session:
         self.close()
 
     # Inside
+
+    def _use_plain(self, native: Any, plain: bool) -> None:
+        """Moves a recurrent target's sequence to a context without rollback slots, where plain rounds are cheaper, or back."""
+        if plain and native.recurrent and not native.has_plain_context:
+            context = make_target_context(
+                self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
+            )
+            self._contexts.append(context)
+            native.set_plain_context(address(context))
+        native.use_plain(plain)
 
     def _stand_in(self, rows: Mapping[int, int]) -> None:
         """Tells the head which of its rows to take for tokens that it does not have."""
@@ -288,6 +307,7 @@ class _Request:
     max_tokens: int
     stop: list[str]
     depth: int
+    pace: Pace | None
     ignore_eos: bool
 
 
@@ -369,13 +389,18 @@ class Generation(Iterator[str]):
                     if native.n_past >= session.n_ctx:
                         self._finish("length")
                         break
-                    depth = min(request.depth, request.max_tokens - len(self.tokens) - 1)
+                    depth = request.pace.depth() if request.pace else request.depth
+                    session._use_plain(native, request.pace is not None and depth == 0)
+                    depth = min(depth, request.max_tokens - len(self.tokens) - 1)
                     round_ = native.step(request.chooser.native, depth, request.ignore_eos)
                     n_used, shown = self._take(round_.tokens)
                     if n_used < len(round_.tokens):
                         native.keep(n_used)
                     history.extend(round_.tokens[:n_used])
-                stats.add_round(n_drafted=len(round_.drafts), n_accepted=round_.n_accepted)
+                n_drafted, n_accepted = len(round_.drafts), round_.n_accepted
+                if request.pace is not None:
+                    request.pace.observe(n_drafted, n_accepted, round_.draft_s, round_.verify_s)
+                stats.add_round(n_drafted=n_drafted, n_accepted=n_accepted)
                 stats.draft_s += round_.draft_s
                 stats.verify_s += round_.verify_s
                 stats.accept_s += round_.accept_s
@@ -390,7 +415,8 @@ class Generation(Iterator[str]):
 
     def _remember(self) -> None:
         """After the text: counts its tokens, and finds stand-ins for those that the head does not have."""
-        self._session.model.count(self.tokens)
+        if self._session._learn:
+            self._session.model.count(self.tokens)
         vocab = self._session._draft_vocab
         if vocab is not None:
             self.stats.coverage = vocab.count_inside(self.tokens) / max(1, len(self.tokens))

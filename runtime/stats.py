@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,12 +14,13 @@ class Stats:
     `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
     `coverage` is the share of the emitted tokens that a compact head has rows for; None with a full head or before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
+    `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces.
 
     >>> stats = Stats(kind="mtp", speculation="on", why="beside the main file", depth=3)
     >>> stats.add_round(n_drafted=3, n_accepted=2)
-    >>> stats.mean_accepted_length, stats.accepted_per_position
-    (3.0, [1.0, 1.0, 0.0])
+    >>> stats.mean_accepted_length, stats.accepted_per_position, stats.rounds_per_depth
+    (3.0, [1.0, 1.0, 0.0], [0, 0, 0, 1])
     """
 
     kind: str | None
@@ -73,6 +75,12 @@ class Stats:
         return [a / d for a, d in zip(self._accepted_at, self._drafted_at, strict=True)]
 
     @property
+    def rounds_per_depth(self) -> list[int]:
+        """How many rounds drafted 0, 1, 2, ... tokens."""
+        at_least = [self.n_rounds, *self._drafted_at, 0]
+        return [n - deeper for n, deeper in itertools.pairwise(at_least)]
+
+    @property
     def mean_accepted_length(self) -> float:
         """L: tokens emitted per round, the target's own included."""
         return 1 + self.n_accepted / self.n_rounds if self.n_rounds else 0.0
@@ -87,6 +95,7 @@ class Stats:
         data = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         return data | {
             "accepted_per_position": self.accepted_per_position,
+            "rounds_per_depth": self.rounds_per_depth,
             "mean_accepted_length": self.mean_accepted_length,
             "tok_s": self.tok_s,
         }

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
 from llama_sidecar.runtime.weights import MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS
@@ -28,17 +29,29 @@ SPEC_TYPES = ["auto", "none", *(name for kind in KINDS.values() for name in (kin
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 
 
-class GpuLayers(click.ParamType):  # type: ignore[type-arg]  # generic for the type checker alone in older releases
-    """A number of layers, or `auto`."""
+class NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic for the type checker alone in older releases
+    """A number of `what`, `least` to `most`, or one of the words.
 
-    name = "N|auto"
+    >>> NumberOr("layers", "auto").convert("12", None, None)
+    12
+    """
+
+    def __init__(self, what: str, *words: str, least: int = 0, most: int | None = None) -> None:
+        self.name = "|".join(["N", *words])
+        self._what, self._words, self._least, self._most = what, words, least, most
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if str(value) == "auto":
-            return "auto"
-        if not str(value).isdecimal():
-            self.fail(f"{value!r} is neither a number of layers nor 'auto'", param, ctx)
-        return int(str(value))
+        word = str(value)
+        if word in self._words:
+            return word
+        if not word.isdecimal():
+            self.fail(
+                f"{word!r} is neither a number of {self._what} nor {' or '.join(self._words)}", param, ctx
+            )
+        if int(word) < self._least or (self._most is not None and int(word) > self._most):
+            most = "" if self._most is None else f" and at most {self._most}"
+            self.fail(f"{word} {self._what}: at least {self._least}{most}", param, ctx)
+        return int(word)
 
 
 _LOAD_OPTIONS = (
@@ -59,15 +72,15 @@ _LOAD_OPTIONS = (
     ),
     click.option(
         "--depth",
-        type=click.IntRange(1, MAX_DEPTH),
-        default=3,
+        type=NumberOr("tokens", "auto", least=1, most=MAX_DEPTH),
+        default="auto",
         show_default=True,
-        help="Tokens drafted per round.",
+        help="Tokens drafted per round; auto: what is fastest here, round by round, 0 included.",
     ),
     click.option(
         "-ngl",
         "--gpu-layers",
-        type=GpuLayers(),
+        type=NumberOr("layers", "auto"),
         default="auto",
         show_default=True,
         help="Layers on the GPU; auto takes as many as fit its free memory.",
@@ -119,6 +132,19 @@ _LOAD_OPTIONS = (
         default="f16",
         metavar="TYPE",
         help="Type of the KV cache's values.  [default: f16]",
+    ),
+    click.option(
+        "--draft-vocab",
+        type=NumberOr("rows", "auto", "full", least=1),
+        default="auto",
+        show_default=True,
+        help="Rows of the vocabulary to draft with; auto cuts large ones to 32,768.",
+    ),
+    click.option(
+        "--learn/--no-learn",
+        default=True,
+        show_default=True,
+        help="Count which tokens the model writes (never its text), to draft with those; kept in the cache folder.",
     ),
     click.option("--no-spec", is_flag=True, help="Decode plainly: the same as --spec-type none."),
     click.option("--force", is_flag=True, help="Use a sidecar although it was made for another model."),
@@ -212,6 +238,10 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)
+    if model.learns and not counts_for(model.main).any():
+        note(
+            "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"
+        )
     if model.speculation.path and model.speculation.match in ("unverified", "forced"):
         sidecar = model.speculation.path.name
         note(

@@ -21,7 +21,7 @@ def _what_ran(report: Report) -> Iterator[tuple[str, str]]:
     source = report.source
     main, machine, library = source["main"], source["machine"], source["llama_cpp"]
     yield "model", f"{main['file']} ({main['arch']}, {main['type']}, {main['bytes'] / 1e6:,.1f} MB)"
-    yield "drafter", f"{_drafter(source['drafter'])}, depth {report.depth}"
+    yield "drafter", f"{_drafter(source['drafter'])}, depth {_depth(report)}"
     cores = f"{machine['n_cores']} cores, {source['threads']} threads"
     yield "hardware", f"{machine['cpu']}, {cores}; {source['backend']}"
     llama_cpp = f"llama-cpp-python {library['llama_cpp_python']} (llama.cpp {library['commit']})"
@@ -85,3 +85,11 @@ def _equality(report: Report) -> str:
         return f"equal in all {len(report.pairs)} pairs"
     margin = "" if apart.margin is None else f", where the two best logits are {apart.margin:.2g} apart"
     return f"first apart at token {apart.token} of pair {apart.pair + 1}{margin}"
+
+
+def _depth(report: Report) -> str:
+    if not report.paced:
+        return str(report.depth)
+    rounds = report.figures.stats.rounds_per_depth
+    chosen = ", ".join(f"{n} at {depth}" for depth, n in enumerate(rounds) if n)
+    return f"chosen by pace (rounds: {chosen})"

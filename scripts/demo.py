@@ -19,6 +19,7 @@ from ._report import summary
 from ._show import note
 
 N_PROMPTS = 5
+DEPTH = 3
 BUDGET_S = 40
 WORTHWHILE = 1.05
 
@@ -52,7 +53,7 @@ def command(out: Path, n: int) -> None:
     )
 
     click.echo("\n2. Complete code that the model was not trained on, plainly and speculatively in turns\n")
-    with load(files.main, files.sidecar) as model:
+    with load(files.main, files.sidecar, depth=DEPTH) as model:
         report = measure(model, _heldout(checkpoint), n=n, budget_s=BUDGET_S, on_pair=_show_pair)
 
     click.echo("3. What speculation gained\n")

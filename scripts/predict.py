@@ -24,7 +24,7 @@ from llama_sidecar.runtime.predict import (
 )
 from llama_sidecar.runtime.random_model import SHAPES, TYPES
 
-from ._options import GpuLayers
+from ._options import NumberOr
 from ._show import note, table
 
 SOURCES = list(dict.fromkeys(published.source for published in PUBLISHED))
@@ -59,7 +59,7 @@ SOURCES = list(dict.fromkeys(published.source for published in PUBLISHED))
 @click.option(
     "-ngl",
     "--gpu-layers",
-    type=GpuLayers(),
+    type=NumberOr("layers", "auto"),
     default="auto",
     show_default=True,
     help="Layers on the GPU; auto takes as many as fit its free memory.",

@@ -24,7 +24,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def compact(pair: models.Pair) -> Iterator[Model]:
-    with load(pair.main, ctx=256, threads=1, draft_vocab=128) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128) as model:
         yield model
 
 
@@ -60,7 +60,7 @@ def test_drafts_are_the_full_head_s_best_among_the_rows(pair: models.Pair, compa
         if last not in ids:
             native.map_token(last, 0)
         drafts = native.step(chooser, 1, True).drafts
-    with load(pair.main, ctx=256, threads=1, draft_vocab="full") as full:
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab="full") as full:
         target, head = contexts(full, depth=1)
         target.decode(prompt, 0, [len(prompt) - 1])
         fed = last if last in ids else ids[0]
@@ -85,16 +85,16 @@ def test_stand_ins_are_found_once_and_shared(compact: Model) -> None:
 
 
 def test_the_default_drafts_a_small_vocabulary_whole_and_says_so(pair: models.Pair) -> None:
-    with load(pair.main, ctx=256, threads=1) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3) as model:
         assert model.draft_vocab is None
         assert "256 tokens is drafted whole" in model.draft_vocab_why
 
 
 def test_learning_counts_what_is_written_and_not_without_being_asked(pair: models.Pair) -> None:
-    with load(pair.main, ctx=256, threads=1) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128) as model:
         run(model)
         assert heads.counts_for(model.main).sum() == 0
-    with load(pair.main, ctx=256, threads=1, learn=True) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128, learn=True) as model:
         tokens, _ = run(model)
         counts = heads.counts_for(model.main)
         assert counts.sum() == len(tokens)
@@ -107,7 +107,7 @@ def test_an_unusable_cache_means_the_full_head_and_a_reason(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(blocked / "cache"))
-    with load(pair.main, ctx=256, threads=1, draft_vocab=128, learn=True) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128, learn=True) as model:
         assert model.draft_vocab is None
         assert "compact head" in model.draft_vocab_why
         assert run(model)[0] == run(model, spec_type="none")[0]

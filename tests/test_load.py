@@ -20,7 +20,7 @@ from llama_sidecar.sidecars.errors import LlamaSidecarError
 
 def test_a_sidecar_beside_the_main_file_is_found(pair_of: PairOf) -> None:
     pair = pair_of("R")
-    with load(pair.main, ctx=64, threads=1) as model:
+    with load(pair.main, ctx=64, threads=1, depth=3) as model:
         assert model.kind == "mtp"
         assert model.speculation.path == pair.sidecar
         assert model.generate("x", max_tokens=2, temperature=0).stats.speculation == "on"
@@ -28,7 +28,7 @@ def test_a_sidecar_beside_the_main_file_is_found(pair_of: PairOf) -> None:
 
 def test_without_a_sidecar_it_runs_plain_and_says_why(pair_of: PairOf, tmp_path: Path) -> None:
     alone = shutil.copy(pair_of("R").main, tmp_path / "alone.gguf")
-    with load(alone, ctx=64, threads=1) as model:
+    with load(alone, ctx=64, threads=1, depth=3) as model:
         generation = model.generate("x", max_tokens=2, temperature=0)
         generation.read()
         assert (model.kind, generation.stats.speculation) == (None, "off")
@@ -37,7 +37,7 @@ def test_without_a_sidecar_it_runs_plain_and_says_why(pair_of: PairOf, tmp_path:
 
 @pytest.mark.parametrize("spec_type", ["none", "mtp", "draft-mtp", "auto"])
 def test_spec_type(pair_of: PairOf, spec_type: str) -> None:
-    with load(pair_of("T").main, ctx=64, threads=1, spec_type=spec_type) as model:
+    with load(pair_of("T").main, ctx=64, threads=1, depth=3, spec_type=spec_type) as model:
         assert model.kind == (None if spec_type == "none" else "mtp")
 
 
@@ -68,7 +68,7 @@ def test_a_quantised_value_cache_without_flash_attention_is_refused_in_llama_cpp
     pair_of: PairOf,
 ) -> None:
     with (
-        load(pair_of("R").main, ctx=64, threads=1, cache_type_v="q4_0", flash_attn="off") as model,
+        load(pair_of("R").main, ctx=64, threads=1, depth=3, cache_type_v="q4_0", flash_attn="off") as model,
         pytest.raises(LoadError, match="target context"),
     ):
         model.session()
@@ -188,7 +188,7 @@ def test_the_native_module_imports_alone_and_says_that_nothing_is_bound() -> Non
 
 
 def test_unknown_drafters_and_null_contexts_are_errors(pair_of: PairOf) -> None:
-    with load(pair_of("R").main, ctx=64, threads=1) as model, model.session() as session:
+    with load(pair_of("R").main, ctx=64, threads=1, depth=3) as model, model.session() as session:
         from llama_sidecar.runtime.sampling import address
 
         assert address(None) == 0

@@ -35,7 +35,7 @@ N = 64
 @pytest.fixture(scope="module", params=["T", "R"])
 def model(request: pytest.FixtureRequest, pair_of: PairOf) -> Iterator[Model]:
     """T and R at Q8_0: llama.cpp's rows are then equal to the bit at every width, and so are ids and states."""
-    with load(pair_of(request.param, "Q8_0").main, ctx=256, threads=1) as loaded:
+    with load(pair_of(request.param, "Q8_0").main, ctx=256, threads=1, depth=3) as loaded:
         yield loaded
 
 
@@ -43,7 +43,9 @@ def model(request: pytest.FixtureRequest, pair_of: PairOf) -> Iterator[Model]:
 def f32_model(request: pytest.FixtureRequest, pair_of: PairOf) -> Iterator[Model]:
     """T and R at F32, with an F32 cache and no flash attention: F16 in either rounds the widths apart by up to 1e-3."""
     path = pair_of(request.param).main
-    with load(path, ctx=256, threads=1, cache_type_k="f32", cache_type_v="f32", flash_attn="off") as loaded:
+    with load(
+        path, ctx=256, threads=1, depth=3, cache_type_k="f32", cache_type_v="f32", flash_attn="off"
+    ) as loaded:
         yield loaded
 
 
@@ -153,7 +155,7 @@ def test_the_liar_has_acceptance_exactly_zero(model: Model) -> None:
 @pytest.mark.parametrize("n_slots", [0, 1, 2])
 def test_fewer_rollback_slots_than_the_depth_take_a_checkpoint(pair_of: PairOf, n_slots: int) -> None:
     """Case 14: the state is right all the same."""
-    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         expected = plain_ids(model)
         for n_right in range(5):
             with model.session(
@@ -166,7 +168,7 @@ def test_fewer_rollback_slots_than_the_depth_take_a_checkpoint(pair_of: PairOf, 
 
 def test_a_stop_string_inside_an_accepted_block_leaves_a_state_that_goes_on_rightly(pair_of: PairOf) -> None:
     """The rewind is deferred: the block is shortened after it was accepted, and the text then continued."""
-    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         expected = plain_ids(model)
         with model.session(depth=4, scripted=Scripted(PROMPT + expected, 4)) as session:
             native, chooser = session._native, _native.greedy_chooser()
@@ -239,7 +241,10 @@ def test_prompt_pieces_do_not_change_the_drafts(pair_of: PairOf) -> None:
     """Case 15: a prompt of 2 x 8 + 1 tokens in batches of 8 gives the drafts of one batch."""
     seen = []
     for batch in (8, 64):
-        with load(pair_of("R").main, ctx=256, threads=1, batch=batch) as model, model.session() as session:
+        with (
+            load(pair_of("R").main, ctx=256, threads=1, depth=3, batch=batch) as model,
+            model.session() as session,
+        ):
             native, chooser = session._native, _native.greedy_chooser()
             for start in range(0, 17, batch):
                 native.feed(PROMPT[:17][start : start + batch], start + batch >= 17)
@@ -273,7 +278,7 @@ def test_leaving_a_generation_early_leaves_a_usable_session(model: Model) -> Non
 
 
 def test_a_prompt_that_continues_the_session_is_not_fed_again(pair_of: PairOf) -> None:
-    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         with model.session() as session:
             first = ids(session, n=20)
             longer = PROMPT + first + list(b" and on")
@@ -333,7 +338,7 @@ def test_two_threads_on_one_session_is_an_error_and_on_two_sessions_works(model:
 
 
 def test_closed_things_raise_and_closing_twice_is_fine(pair_of: PairOf) -> None:
-    model = load(pair_of("T").main, ctx=256, threads=1)
+    model = load(pair_of("T").main, ctx=256, threads=1, depth=3)
     session = model.session()
     session.close()
     session.close()
@@ -348,7 +353,7 @@ def test_closed_things_raise_and_closing_twice_is_fine(pair_of: PairOf) -> None:
 
 
 def test_what_nobody_closed_is_freed_with_its_last_reference(pair_of: PairOf) -> None:
-    model = load(pair_of("R").main, ctx=256, threads=1)
+    model = load(pair_of("R").main, ctx=256, threads=1, depth=3)
     model.generate(PROMPT, max_tokens=4, temperature=0).read()
     session = model.session()
     freed = [session._free, model.weights._free, model.head_weights._free]
@@ -476,7 +481,7 @@ def test_moving_to_the_plain_context_and_back_changes_nothing(model: Model) -> N
 )
 def test_a_seed_gives_the_same_text_plain_and_speculative(pair_of: PairOf, options: dict[str, float]) -> None:
     """Case 25, across plain and speculative: one emitted token is one draw."""
-    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         texts = []
         for spec_type in ("none", None, None):
             with model.session(spec_type=spec_type) as session:
@@ -510,7 +515,7 @@ def test_argmax_takes_the_first_of_equals_and_never_nan() -> None:
 def test_a_draft_context_does_not_change_plain_logits(pair_of: PairOf) -> None:
     """Case 26."""
     rows = []
-    with load(pair_of("R").main, ctx=256, threads=1) as model:
+    with load(pair_of("R").main, ctx=256, threads=1, depth=3) as model:
         for depth in (0, 4, 0):
             with model.session(depth=depth) as session:
                 session._native.feed(PROMPT, True)
@@ -523,7 +528,7 @@ def test_llama_cpp_itself_returns_true_for_a_rollback_it_cannot_do(pair_of: Pair
 
     If llama.cpp ever answers False here, the count can go.
     """
-    with load(pair_of("R").main, ctx=256, threads=1) as model, model.session(depth=8) as session:
+    with load(pair_of("R").main, ctx=256, threads=1, depth=3) as model, model.session(depth=8) as session:
         native, chooser = session._native, _native.greedy_chooser()
         native.feed(PROMPT, True)
         native.first(chooser)
@@ -537,7 +542,7 @@ def test_llama_cpp_itself_returns_true_for_a_rollback_it_cannot_do(pair_of: Pair
 def test_ids_outside_the_target_vocabulary_are_never_proposed(tmp_path: Path) -> None:
     """Case 12: a sidecar padded to 264 rows, whose padding has the largest logits, drafts for a target of 256."""
     pair = models.write_pair(tmp_path, sidecar_padding=8)
-    with load(pair.main, ctx=256, threads=1) as model:
+    with load(pair.main, ctx=256, threads=1, depth=3) as model:
         expected = plain_ids(model)
         with model.session(depth=3) as session:
             assert ids(session) == expected

@@ -51,7 +51,7 @@ def test_stop_strings(pieces: list[bytes], stop: list[str], text: str, stopped: 
 
 
 def test_a_stop_string_ends_a_generation_and_is_not_in_its_text(pair_of: PairOf) -> None:
-    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         whole = model.generate("hello", max_tokens=40, temperature=0, ignore_eos=True)
         whole.read()
         stop = model.vocab.text_of(whole.tokens[20:22])
@@ -67,7 +67,7 @@ def test_a_stop_string_ends_a_generation_and_is_not_in_its_text(pair_of: PairOf)
 
 def test_the_end_of_text_token_ends_a_generation(pair_of: PairOf) -> None:
     """The tiny models' end of text is token 0: the text stops there, also inside an accepted block."""
-    with load(pair_of("T", "Q8_0").main, ctx=256, threads=1) as model:
+    with load(pair_of("T", "Q8_0").main, ctx=256, threads=1, depth=3) as model:
         prompt = list(b"hello world, this is a test")
         free = model.generate(prompt, max_tokens=100, temperature=1.0, seed=5, ignore_eos=True)
         free.read()
@@ -82,7 +82,7 @@ def test_the_end_of_text_token_ends_a_generation(pair_of: PairOf) -> None:
 
 
 def test_special_tokens_in_a_prompt_and_round_trip(pair_of: PairOf) -> None:
-    with load(pair_of("R").main, ctx=256, threads=1) as model:
+    with load(pair_of("R").main, ctx=256, threads=1, depth=3) as model:
         for text in ("plain", "zwölf Boxkämpfer", " leading and trailing ", "日本"):
             assert model.vocab.text_of(model.vocab.tokenize(text)) == text
 
@@ -93,5 +93,5 @@ def test_the_paths_of_files_may_hold_any_character(tmp_path: Path, pair_of: Pair
     folder.mkdir()
     (folder / "main.gguf").write_bytes(pair.main.read_bytes())
     (folder / "mtp-main.gguf").write_bytes(pair.sidecar.read_bytes())
-    with load(folder / "main.gguf", ctx=256, threads=1) as model:
+    with load(folder / "main.gguf", ctx=256, threads=1, depth=3) as model:
         assert model.kind == "mtp"

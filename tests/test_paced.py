@@ -1,0 +1,74 @@
+"""Pace in a session: the depth follows what drafts cost and how many stand, and the text never does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from conftest import PairOf
+
+from llama_sidecar.runtime import Model, load
+from llama_sidecar.runtime.costs import Costs, costs_for, costs_key, recall, remember
+from llama_sidecar.runtime.pace import Pace
+
+PROMPT = list(b"hello world, this is where it starts")
+CHEAP = {"plain_s": 1.0, "verify_s": (1.0, 1.1, 1.2, 1.3, 1.4), "first_draft_s": 0.05, "draft_step_s": 0.05}
+DEAR = {"plain_s": 1.0, "verify_s": (1.0, 3.0, 4.0, 5.0, 6.0), "first_draft_s": 1.0, "draft_step_s": 1.0}
+
+
+@pytest.fixture(params=["R", "T"])
+def model(request: pytest.FixtureRequest, pair_of: PairOf) -> Iterator[Model]:
+    with load(pair_of(request.param, "Q8_0").main, ctx=256, threads=1) as loaded:
+        yield loaded
+
+
+def pretend(model: Model, costs: dict[str, object]) -> None:
+    """Lets the model's sessions believe in these costs."""
+    remember(Costs(**costs, key=costs_key(model)))  # type: ignore[arg-type]
+
+
+def ids(model: Model, n: int = 100, **options: object) -> tuple[list[int], list[int]]:
+    """Greedy ids, and rounds by depth."""
+    with model.session(**options) as session:  # type: ignore[arg-type]
+        generation = session.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
+        generation.read()
+        return generation.tokens, generation.stats.rounds_per_depth
+
+
+def test_auto_is_the_default_and_named_depths_are_kept(model: Model) -> None:
+    pretend(model, CHEAP)
+    with model.session() as paced, model.session(depth=2) as fixed, model.session(spec_type="none") as plain:
+        assert isinstance(paced.pace, Pace)
+        assert (paced.depth, fixed.pace, fixed.depth, plain.pace, plain.depth) == (4, None, 2, None, 0)
+
+
+def test_a_drafter_that_is_always_wrong_is_left_and_tried_again_and_changes_no_text(model: Model) -> None:
+    """The tiny models' random heads are never right; a recurrent target then moves to its plain context and back."""
+    pretend(model, CHEAP)
+    plain, _ = ids(model, n=200, spec_type="none")
+    tokens, rounds = ids(model, n=200)
+    assert tokens == plain
+    assert rounds[0] > 100, "most of the text is written plainly"
+    assert sum(rounds[1:]) > 0, "after a first try"
+
+
+def test_where_drafting_cannot_pay_nothing_is_drafted(model: Model) -> None:
+    pretend(model, DEAR)
+    tokens, rounds = ids(model)
+    assert rounds == [99]
+    assert tokens == ids(model, spec_type="none")[0]
+
+
+def test_a_depth_asked_for_in_a_call_overrules_pace(model: Model) -> None:
+    pretend(model, DEAR)
+    with model.session() as session:
+        generation = session.generate(PROMPT, max_tokens=30, temperature=0, ignore_eos=True, depth=2)
+        generation.read()
+    assert generation.stats.n_drafted > 0
+
+
+def test_costs_are_measured_once_and_remembered(model: Model) -> None:
+    key = costs_key(model)
+    found = costs_for(model, budget_s=0.3)
+    assert recall(key) == found == costs_for(model)
+    assert found.max_depth == 4
