@@ -66,7 +66,7 @@ class Planned:
         as_stored = all(tensor.dtype == self.type.name for tensor, _, _ in pieces)
         if as_stored and self.placement.transform is None:
             return _joined([tensor.raw_rows(a, b) for tensor, a, b in pieces])
-        rows = _joined([tensor.rows(a, b) for tensor, a, b in pieces]).reshape(-1, self.n_cols)
+        rows: F32 = _joined([tensor.rows(a, b) for tensor, a, b in pieces]).reshape(-1, self.n_cols)
         if self.placement.transform:
             rows = np.ascontiguousarray(self.placement.transform(rows))
         return encode(rows, self.type)
