@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .draft_vocab import DraftVocab
-from .errors import PromptError, SessionError
+from .errors import LoadError, PromptError, SessionError
 from .pace import Pace
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
@@ -74,6 +74,7 @@ class Session:
         self._draft_vocab: DraftVocab | None = None
         self._settings = settings
         self._learn = learn
+        self._tried_plain_context = False
         self._busy = threading.Lock()
         self._cancelled = False
         self._owner: int | None = None
@@ -229,12 +230,16 @@ class Session:
 
     def _use_plain(self, native: Any, plain: bool) -> None:
         """Moves a recurrent target's sequence to a context without rollback slots, where plain rounds are cheaper, or back."""
-        if plain and native.recurrent and not native.has_plain_context:
-            context = make_target_context(
-                self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
-            )
-            self._contexts.append(context)
-            native.set_plain_context(address(context))
+        if plain and native.recurrent and not self._tried_plain_context:
+            self._tried_plain_context = True
+            with contextlib.suppress(
+                LoadError
+            ):  # no memory for a second context: plain rounds cost a few per cent more
+                context = make_target_context(
+                    self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
+                )
+                self._contexts.append(context)
+                native.set_plain_context(address(context))
         native.use_plain(plain)
 
     def _stand_in(self, rows: Mapping[int, int]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime.costs import costs_key, recall
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
 from llama_sidecar.runtime.weights import MAX_DEPTH, N_BATCH
@@ -238,6 +239,8 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)
+    if model.paced and model.kind and recall(costs_key(model)) is None:
+        note("measuring what drafting costs on this machine, once: a few seconds")
     if model.learns and not counts_for(model.main).any():
         note(
             "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"
