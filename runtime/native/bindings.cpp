@@ -8,6 +8,8 @@
 #include <optional>
 
 #include "session.h"
+#include "smallbatch/bindings.h"
+#include "turns.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,6 +47,7 @@ NB_MODULE(_native, m) {
         },
         "handle"_a, "error"_a,
         "Looks up llama.cpp's functions in the library with this dlopen handle; `error` is raised for library faults.");
+    bind_smallbatch(m);
     m.def("drafter_kinds", &drafter_kinds);
     m.def(
         "argmax",
@@ -71,6 +74,11 @@ NB_MODULE(_native, m) {
         .def_ro("accept_s", &Round::accept_s);
 
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+    nb::class_<Turns>(m, "Turns", "A fair lock, as a context manager: sessions of one model take turns at compute.")
+        .def(nb::init<>())
+        .def("__enter__", &Turns::take, no_gil)
+        .def("__exit__", [](Turns & self, const nb::args &) { self.pass(); });
+
     nb::class_<Session>(m, "Session")
         .def(
             "__init__",

@@ -1,0 +1,63 @@
+#include "bindings.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "team.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace sidecar::smallbatch;
+
+namespace {
+
+using Weights = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+std::vector<std::string> sets() {
+    size_t n_sets;
+    const KernelSet * all = kernel_sets(n_sets);
+    std::vector<std::string> names;
+    for (size_t i = 0; i < n_sets; ++i) {
+        if (all[i].runs_here()) names.push_back(all[i].name);
+    }
+    return names;
+}
+
+// For tests and measurements.
+void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::string & set, int n_threads) {
+    const Block block = block_of(Type(type));
+    const size_t n_out = weights.shape(0), row_bytes = weights.shape(1), n_rows = x.shape(0), n_in = x.shape(1);
+    if (block.n_values == 0 || n_in % block.n_values != 0 || row_bytes != n_in / block.n_values * block.n_bytes ||
+        n_rows < 1 || n_rows > size_t(max_rows) || out.shape(0) != n_rows || out.shape(1) != n_out || n_in == 0) {
+        throw std::invalid_argument("the shapes do not fit: " + std::to_string(n_rows) + " rows of " + std::to_string(n_in) +
+                                    " values, weights of " + std::to_string(row_bytes) + " bytes a row");
+    }
+    const Kernel * kernel = find_kernel(Type(type), set.empty() ? nullptr : set.c_str());
+    if (kernel == nullptr) throw std::invalid_argument("set '" + set + "' has no kernel for type " + std::to_string(type));
+    nb::gil_scoped_release release;
+    const size_t x_bytes = kernel->format.n_bytes(n_in);
+    RowBuffer prepared;
+    uint8_t * rows = prepared.reserve(n_rows * x_bytes);
+    for (size_t r = 0; r < n_rows; ++r) kernel->format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
+    multiply(*kernel, Product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, 0, n_out}, int(n_rows), n_threads);
+}
+
+}  // namespace
+
+void bind_smallbatch(nb::module_ & m) {
+    m.def("smallbatch_sets", &sets, "Names of the kernel sets that run on this processor, fastest first.");
+    m.def("smallbatch_has_kernel", [](int32_t type, const std::string & set) { return find_kernel(Type(type), set.c_str()) != nullptr; },
+          "type"_a, "set"_a);
+    m.def("smallbatch_bind_team", [](uintptr_t handle) { return bind_team(reinterpret_cast<void *>(handle)); }, "handle"_a,
+          "Takes the OpenMP runtime of the library with this dlopen handle; False when it has none.");
+    m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
+          "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type `type`.");
+}

@@ -1,0 +1,53 @@
+#include "kernels.h"
+
+#include <cstring>
+
+#include "sets.h"
+
+namespace sidecar::smallbatch {
+
+const KernelSet * kernel_sets(size_t & n_sets) {
+    static const KernelSet sets[] = {
+#ifdef SMALLBATCH_AVX512_BF16
+        {"avx512-bf16",
+         [] {
+             return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+         },
+         avx512_bf16_kernels.first, avx512_bf16_kernels.n},
+#endif
+#ifdef SMALLBATCH_AVX512_VNNI
+        {"avx512-vnni",
+         [] {
+             return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+         },
+         avx512_vnni_kernels.first, avx512_vnni_kernels.n},
+#endif
+#ifdef SMALLBATCH_AVX_VNNI
+        {"avx-vnni", [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
+         avx_vnni_kernels.first, avx_vnni_kernels.n},
+#endif
+#ifdef SMALLBATCH_AVX2
+        {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
+         avx2_kernels.first, avx2_kernels.n},
+#endif
+        {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n},
+    };
+    n_sets = sizeof sets / sizeof sets[0];
+    return sets;
+}
+
+const Kernel * find_kernel(Type type, const char * set_name) {
+    size_t n_sets;
+    const KernelSet * sets = kernel_sets(n_sets);
+    for (const KernelSet * set = sets; set != sets + n_sets; ++set) {
+        if (!set->runs_here() || (set_name != nullptr && std::strcmp(set->name, set_name) != 0)) continue;
+        for (const Kernel * kernel = set->kernels; kernel != set->kernels + set->n_kernels; ++kernel) {
+            if (kernel->type == type) return kernel;
+        }
+    }
+    return nullptr;
+}
+
+}  // namespace sidecar::smallbatch

@@ -1,0 +1,147 @@
+// Plain C++: runs anywhere, and shows what each vector operation means. Too slow to be offered as a device.
+#include "products.h"
+
+namespace sidecar::smallbatch {
+namespace {
+
+struct Portable {
+    static constexpr int lanes = 4, group = 1;
+    static constexpr uint8_t x_offset = 0;
+    static constexpr bool one_pass = false;
+
+    struct bytes { uint8_t v[16]; };
+    struct ints { int32_t v[4]; };
+    struct floats { float v[4]; };
+    struct floats8 { float v[8]; };
+
+    template <size_t n_bytes>
+    static void prefetch(const uint8_t *) {}
+
+    // Bytes. A gather loads 16 bytes for each block of the group, from where `at(block)` says.
+    template <class F>
+    static bytes gather(F at) {
+        bytes result;
+        memcpy(result.v, at(0), 16);
+        return result;
+    }
+    template <class F>
+    static bytes map(const bytes & x, F f) {
+        bytes result;
+        for (int i = 0; i < 16; ++i) result.v[i] = uint8_t(f(x.v[i], i));
+        return result;
+    }
+    static bytes low_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v & 15; }); }
+    static bytes high_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v >> 4; }); }
+    // Shifts each block's bytes; bits of a neighbouring byte may come in above, so mask what is wanted.
+    template <class F>
+    static bytes shift_right(const bytes & x, F n_bits) {
+        const int n = n_bits(0);
+        return map(x, [n](uint8_t v, int) { return v >> n; });
+    }
+    static bytes bits_above_nibble(const bytes & x, uint8_t mask) {
+        return map(x, [mask](uint8_t v, int) { return (v & mask) << 4; });
+    }
+    static bytes join(const bytes & x, const bytes & y) { return map(x, [&y](uint8_t v, int i) { return v | y.v[i]; }); }
+    static bytes subtract(const bytes & x, int8_t n) { return map(x, [n](uint8_t v, int) { return v - n; }); }
+    static bytes look_up(const int8_t * table, const bytes & x) {
+        return map(x, [table](uint8_t v, int) { return table[v]; });
+    }
+
+    // Sums of four products of bytes, x (in memory, with its offset) times signed weights. Sums begin with start(weights).
+    static ints start(const bytes &) { return {}; }
+    static ints start(const bytes &, const bytes &) { return {}; }
+    static ints dot(const ints & sum, const uint8_t * x, const bytes & w) {
+        ints result = sum;
+        for (int i = 0; i < 16; ++i) result.v[i / 4] += int8_t(x[i]) * int8_t(w.v[i]);
+        return result;
+    }
+
+    // Floats
+    static floats to_floats(const ints & x) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = float(x.v[i]);
+        return result;
+    }
+    static floats load(const float * p) {
+        floats result;
+        memcpy(result.v, p, sizeof result.v);
+        return result;
+    }
+    static floats add(const floats & x, const floats & y) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = x.v[i] + y.v[i];
+        return result;
+    }
+    static floats multiply(const floats & x, const floats & y) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = x.v[i] * y.v[i];
+        return result;
+    }
+    static floats multiply_add(const floats & x, const floats & y, const floats & sum) {
+        return add(multiply(x, y), sum);
+    }
+    static float sum(const floats & x) { return (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]); }
+
+    static floats8 load8(const float * p) {
+        floats8 result;
+        memcpy(result.v, p, sizeof result.v);
+        return result;
+    }
+    static floats8 multiply_add8(const floats8 & x, const floats8 & y, const floats8 & sum) {
+        floats8 result;
+        for (int i = 0; i < 8; ++i) result.v[i] = x.v[i] * y.v[i] + sum.v[i];
+        return result;
+    }
+    static float sum8(const floats8 & x) {
+        floats half;
+        for (int i = 0; i < 4; ++i) half.v[i] = x.v[i] + x.v[4 + i];
+        return sum(half);
+    }
+
+    // Scales: one number per block, in its four lanes.
+    static float half(const uint8_t * p) {
+        const uint32_t h = uint32_t(p[0]) | uint32_t(p[1]) << 8;
+        const uint32_t sign = (h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+        if (exponent == 0) {
+            const float magnitude = float(fraction) * 5.9604644775390625e-8f;  // subnormal: units of 2^-24
+            return sign ? -magnitude : magnitude;
+        }
+        return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
+    }
+    template <class F>
+    static floats halves(F at) { return broadcast(half(at(0))); }
+    static floats spread(const float * p) { return broadcast(*p); }
+    static void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
+        for (int i = 0; i < 8; ++i) scaled[i] = factor * float((bytes[i / 4] >> (i % 4 * 8)) & 255);
+    }
+
+    static floats load_f32(const uint8_t * p) {
+        floats result;
+        memcpy(result.v, p, sizeof result.v);
+        return result;
+    }
+    static floats load_f16(const uint8_t * p) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = half(p + 2 * i);
+        return result;
+    }
+    static floats load_bf16(const uint8_t * p) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = from_bits(uint32_t(p[2 * i]) << 16 | uint32_t(p[2 * i + 1]) << 24);
+        return result;
+    }
+
+  private:
+    static float from_bits(uint32_t bits) {
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    static floats broadcast(float value) { return {{value, value, value, value}}; }
+};
+
+}  // namespace
+
+const Kernels portable_kernels = {All<Portable>::kernels, All<Portable>::n_kernels};
+
+}  // namespace sidecar::smallbatch

@@ -1,0 +1,28 @@
+# The small-batch kernels, as part of the target _native. Each set_*.cpp gets the instructions it is named after and no
+# others (never -march=native, and never AMX: GCC 12 breaks its set-up); everything else stays with the baseline.
+include(CheckCXXSourceCompiles)
+
+set(smallbatch_flags -O2 -ffp-contract=off)  # no contraction: every width must compute alike
+
+# Adds a kernel set where the compiler knows its instructions.
+function(add_kernel_set name)
+    string(TOUPPER "SMALLBATCH_${name}" macro)
+    list(JOIN ARGN " " CMAKE_REQUIRED_FLAGS)
+    check_cxx_source_compiles("int main() {}" HAVE_${macro})
+    if(HAVE_${macro})
+        set_source_files_properties(smallbatch/set_${name}.cpp PROPERTIES COMPILE_OPTIONS "${smallbatch_flags};${ARGN}")
+        target_sources(_native PRIVATE smallbatch/set_${name}.cpp)
+        target_compile_definitions(_native PRIVATE ${macro})
+    endif()
+endfunction()
+
+target_sources(_native PRIVATE smallbatch/bindings.cpp smallbatch/kernels.cpp smallbatch/team.cpp)
+add_kernel_set(portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(avx2 -mavx2 -mfma -mf16c)
+    set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -Wno-maybe-uninitialized)  # GCC 12's own headers warn
+    add_kernel_set(avx2 ${avx2})
+    add_kernel_set(avx_vnni ${avx2} -mavxvnni)
+    add_kernel_set(avx512_vnni ${avx512} -mavx512vnni)
+    add_kernel_set(avx512_bf16 ${avx512} -mavx512bf16)
+endif()

@@ -1,0 +1,43 @@
+// A product on several threads: those of the OpenMP runtime that ggml's CPU backend runs on, so that no second pool of
+// spinning threads fights the first. Nothing is linked: the runtime is looked up in the library that is loaded already.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+
+namespace sidecar::smallbatch {
+
+// Memory for prepared rows: aligned, grows when it must, never shrinks.
+class RowBuffer {
+  public:
+    // What earlier calls returned is lost. Throws std::bad_alloc.
+    uint8_t * reserve(size_t n_bytes) {
+        if (n_bytes > n_bytes_) {
+            n_bytes_ = 0;
+            memory_.reset(static_cast<uint8_t *>(std::aligned_alloc(64, n_bytes)));
+            if (memory_ == nullptr) throw std::bad_alloc();
+            n_bytes_ = n_bytes;
+        }
+        return memory_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(uint8_t * p) const { std::free(p); }
+    };
+    std::unique_ptr<uint8_t, Free> memory_;
+    size_t n_bytes_ = 0;
+};
+
+// Takes the OpenMP runtime that `library` (what dlopen returned) was linked with. False when there is none; products
+// then run on the calling thread.
+bool bind_team(void * library);
+
+// All outputs 0 .. p.end-1 of `n_rows` prepared rows. Outputs are dealt in chunks to whichever thread is free, since cores
+// differ and other programs run; each is computed whole by one thread. Small products stay on the calling thread.
+void multiply(const Kernel & kernel, const Product & p, int n_rows, int n_threads);
+
+}  // namespace sidecar::smallbatch

@@ -1,0 +1,91 @@
+// Vector operations of AVX2, FMA and F16C: two blocks at a time. All but the dot product, which the sets add.
+#pragma once
+
+#include <immintrin.h>
+
+#include "products.h"
+
+namespace sidecar::smallbatch {
+namespace {
+
+struct Vectors256 {
+    static constexpr int lanes = 8, group = 2;
+    static constexpr bool one_pass = true;
+
+    using bytes = __m256i;
+    using ints = __m256i;
+    using floats = __m256;
+    using floats8 = __m256;
+
+    template <size_t n_bytes>
+    static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
+        for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
+    }
+
+    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+    template <class F>
+    static SMALLBATCH_INLINE bytes gather(F at) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(at(0))), load16(at(1)), 1);
+    }
+    static SMALLBATCH_INLINE bytes low_nibbles(bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+    static SMALLBATCH_INLINE bytes high_nibbles(bytes x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+    template <class F>
+    static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
+        const int n0 = n_bits(0), n1 = n_bits(1);
+        return _mm256_srlv_epi32(x, _mm256_setr_epi32(n0, n0, n0, n0, n1, n1, n1, n1));
+    }
+    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
+        return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(char(mask))), 4);
+    }
+    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return _mm256_or_si256(x, y); }
+    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return _mm256_sub_epi8(x, _mm256_set1_epi8(n)); }
+    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
+        const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i *>(table));
+        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), x);
+    }
+
+    static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
+    static SMALLBATCH_INLINE floats load(const float * p) { return _mm256_load_ps(p); }
+    static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm256_add_ps(x, y); }
+    static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return _mm256_mul_ps(x, y); }
+    static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return _mm256_fmadd_ps(x, y, sum); }
+    static SMALLBATCH_INLINE float sum(floats x) {
+        const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+    }
+    static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
+    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) { return multiply_add(x, y, sum); }
+    static SMALLBATCH_INLINE float sum8(floats8 x) { return sum(x); }
+
+    static SMALLBATCH_INLINE uint16_t load_half(const uint8_t * p) {
+        uint16_t value;
+        memcpy(&value, p, sizeof value);
+        return value;
+    }
+    static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(load_half(p)); }
+    template <class F>
+    static SMALLBATCH_INLINE floats halves(F at) {
+        const uint32_t pair = load_half(at(0)) | uint32_t(load_half(at(1))) << 16;
+        return spread(_mm_cvtph_ps(_mm_cvtsi32_si128(int(pair))));
+    }
+    static SMALLBATCH_INLINE floats spread(const float * p) {
+        return spread(_mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+    }
+    static SMALLBATCH_INLINE floats spread(__m128 pair) {
+        return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(pair), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    }
+    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
+        const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
+        _mm256_storeu_ps(scaled, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
+    }
+
+    static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) { return _mm256_loadu_ps(reinterpret_cast<const float *>(p)); }
+    static SMALLBATCH_INLINE floats load_f16(const uint8_t * p) { return _mm256_cvtph_ps(load16(p)); }
+    static SMALLBATCH_INLINE floats load_bf16(const uint8_t * p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
+    }
+};
+
+}  // namespace
+}  // namespace sidecar::smallbatch

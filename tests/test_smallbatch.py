@@ -1,0 +1,248 @@
+"""The small-batch kernels: right against float64, equal to the bit at every width, and never outside their buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as T
+
+from llama_sidecar.runtime import _native
+
+TYPES = (T.Q8_0, T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.BF16, T.F16, T.F32)
+HALVES = {
+    T.Q8_0: (0,),
+    T.Q4_0: (0,),
+    T.IQ4_NL: (0,),
+    T.IQ4_XS: (0,),
+    T.Q4_K: (0, 2),
+    T.Q5_K: (0, 2),
+    T.Q6_K: (208,),
+}
+PAIRS = [
+    (kernels, type)
+    for kernels in _native.smallbatch_sets()
+    for type in TYPES
+    if _native.smallbatch_has_kernel(type, kernels)
+]
+each_kernel = pytest.mark.parametrize("kernels, type", PAIRS, ids=lambda v: getattr(v, "name", v))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def team() -> None:
+    """Threads, where the machine has libgomp."""
+    try:
+        _native.smallbatch_bind_team(ctypes.CDLL("libgomp.so.1")._handle)
+    except OSError:
+        return
+
+
+def n_values(type: T, n_blocks: int) -> int:
+    """A row length: that many blocks, or an odd number for types whose block is one value."""
+    block = gguf.GGML_QUANT_SIZES[type][0]
+    return block * n_blocks if block > 1 else 29 * n_blocks
+
+
+def random_weights(rng: np.random.Generator, type: T, n_out: int, n_in: int) -> np.ndarray:
+    """Blocks of random bits, whose scales are ordinary numbers of either sign."""
+    if type not in HALVES:
+        values = rng.standard_normal((n_out, n_in)).astype(np.float32)
+        return gguf.quants.quantize(values, type).view(np.uint8).reshape(n_out, -1)
+    block, size = gguf.GGML_QUANT_SIZES[type]
+    blocks = rng.integers(0, 256, (n_out, n_in // block, size), dtype=np.uint8)
+    for offset in HALVES[type]:
+        scales = rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])
+        blocks[:, :, offset : offset + 2] = scales.astype(np.float16)[:, :, None].view(np.uint8)
+    return blocks.reshape(n_out, -1)
+
+
+def multiply(kernels: str, type: T, weights: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
+    out = np.full((len(x), len(weights)), np.nan, np.float32)
+    _native.smallbatch_multiply(int(type), weights, x, out, kernels, threads)
+    return out
+
+
+def exact(type: T, weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64, and the error that rows of 8 bits (BF16 for BF16) may make at most."""
+    values = gguf.quants.dequantize(weights.view(np.float32 if type == T.F32 else np.uint8), type)
+    w, x64 = values.astype(np.float64), x.astype(np.float64)
+    if type in HALVES:
+        step = np.abs(x64).reshape(len(x), -1, 32).max(axis=2).repeat(32, axis=1) / 127 / 2
+        step = np.where(step < 1e-38, np.abs(x64), step)  # blocks below 1e-36 count as 0
+    else:
+        step = np.abs(x64) * (2.0**-8 if type == T.BF16 else 0)
+    rounding = np.abs(x64) @ np.abs(w).T * 2.0**-20
+    return x64 @ w.T, step @ np.abs(w).T + rounding + 1e-37
+
+
+@each_kernel
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 5, 7, 12])
+def test_every_width_gives_the_bits_of_one_row_and_the_right_values(
+    kernels: str, type: T, n_blocks: int
+) -> None:
+    rng = np.random.default_rng(n_blocks)
+    weights = random_weights(rng, type, 37, n_values(type, n_blocks))
+    x = rng.standard_normal((8, n_values(type, n_blocks))).astype(np.float32)
+    alone = np.concatenate([multiply(kernels, type, weights, x[r : r + 1]) for r in range(8)])
+    expected, bound = exact(type, weights, x)
+    assert (np.abs(alone - expected) <= bound).all()
+    for n_rows in range(2, 9):
+        assert (multiply(kernels, type, weights, x[:n_rows]) == alone[:n_rows]).all()
+
+
+@each_kernel
+def test_threads_and_chunks_change_no_bit(kernels: str, type: T) -> None:
+    rng = np.random.default_rng(1)
+    weights = random_weights(rng, type, 4097, n_values(type, 2))
+    x = rng.standard_normal((3, n_values(type, 2))).astype(np.float32)
+    whole = multiply(kernels, type, weights, x)
+    assert (multiply(kernels, type, weights, x, threads=3) == whole).all()
+    for n_out in (1, 2, 15, 16, 17, 31, 1000):
+        assert (multiply(kernels, type, weights[:n_out], x) == whole[:, :n_out]).all()
+
+
+@each_kernel
+def test_extreme_blocks_and_rows(kernels: str, type: T) -> None:
+    rng = np.random.default_rng(2)
+    n_in = n_values(type, 4)
+    weights = random_weights(rng, type, 40, n_in)
+    x = rng.standard_normal((8, n_in)).astype(np.float32)
+    x[0] = 0
+    x[1] = 1e-40  # subnormal
+    x[2] *= 1e25
+    x[3, ::3] = 0
+    x[4] = np.where(np.arange(n_in) % 32 == 0, 1000, 1e-3)
+    x[5] *= 1e-25
+    if type in HALVES:
+        block, size = gguf.GGML_QUANT_SIZES[type]
+        blocks = weights.reshape(40, n_in // block, size)
+        for offset in HALVES[type]:
+            for row, scale in enumerate((0.0, -0.0, 65504.0, -65504.0, 6e-8, 6e-5)):
+                blocks[row, :, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
+        blocks[6, :, 4:16] = 255
+        blocks[7, :, 4:16] = 128
+    out = multiply(kernels, type, weights, x)
+    expected, bound = exact(type, weights, x)
+    assert (np.abs(out - expected) <= bound).all()
+    assert (out[0] == 0).all()
+    for r in range(8):
+        assert (multiply(kernels, type, weights, x[r : r + 1]) == out[r : r + 1]).all()
+
+
+@each_kernel
+def test_values_that_are_not_finite_stay_visible(kernels: str, type: T) -> None:
+    n_in = n_values(type, 2)
+    weights = random_weights(np.random.default_rng(3), type, 4, n_in)
+    for value in (np.inf, -np.inf, np.nan):
+        x = np.ones((1, n_in), np.float32)
+        x[0, n_in // 2] = value
+        assert not np.isfinite(multiply(kernels, type, weights, x)).any()
+
+
+@each_kernel
+def test_weights_are_not_read_beyond_their_end(kernels: str, type: T) -> None:
+    for n_blocks in (1, 2, 3, 4, 5, 6, 7):
+        n_in = n_values(type, n_blocks)
+        data = random_weights(np.random.default_rng(4), type, 3, n_in)
+        x = np.ones((4, n_in), np.float32)
+        weights = before_a_guard_page(data)
+        assert (multiply(kernels, type, weights, x) == multiply(kernels, type, data, x)).all()
+
+
+def before_a_guard_page(data: np.ndarray) -> np.ndarray:
+    """A copy of `data` that ends where memory that may not be read begins."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    n_pages = -(-data.nbytes // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (n_pages + 1) * mmap.PAGESIZE)
+    whole = np.frombuffer(memory, np.uint8)
+    guard = ctypes.c_void_p(whole.ctypes.data + n_pages * mmap.PAGESIZE)
+    assert libc.mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    copy = whole[n_pages * mmap.PAGESIZE - data.nbytes : n_pages * mmap.PAGESIZE].reshape(data.shape)
+    copy[:] = data
+    return copy
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    weights = random_weights(np.random.default_rng(5), T.Q8_0, 4, 64)
+    for x, out in (
+        ((1, 32), (1, 4)),
+        ((9, 64), (9, 4)),
+        ((0, 64), (0, 4)),
+        ((1, 64), (1, 5)),
+        ((1, 64), (2, 4)),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            _native.smallbatch_multiply(
+                int(T.Q8_0), weights, np.ones(x, np.float32), np.ones(out, np.float32)
+            )
+    with pytest.raises(ValueError, match="no kernel"):
+        _native.smallbatch_multiply(
+            int(T.Q8_0), weights, np.ones((1, 64), np.float32), np.ones((1, 4), np.float32), "none"
+        )
+
+
+class Stock:
+    """Products by ggml's CPU backend, through ctypes."""
+
+    def __init__(self) -> None:
+        import llama_cpp
+
+        folder = Path(llama_cpp.__file__).parent / "lib"
+        names = ("libggml-base", "libggml-cpu")
+        self.base, self.cpu = (
+            ctypes.CDLL(str(next(p for p in folder.glob(f"{name}.*") if p.suffix in (".so", ".dylib"))))
+            for name in names
+        )
+        for name in (
+            "ggml_init",
+            "ggml_new_tensor_2d",
+            "ggml_mul_mat",
+            "ggml_new_graph",
+            "ggml_get_data",
+        ):
+            getattr(self.base, name).restype = ctypes.c_void_p
+        self.cpu.ggml_cpu_init()
+
+    def multiply(self, type: T, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+        class Params(ctypes.Structure):
+            _fields_ = (("size", ctypes.c_size_t), ("memory", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+        base, p = self.base, ctypes.c_void_p
+        context = p(base.ggml_init(Params(weights.nbytes + 8 * x.nbytes + (4 << 20), None, False)))
+        n_out, (n_rows, n_in) = len(weights), x.shape
+        a = p(base.ggml_new_tensor_2d(context, int(type), ctypes.c_int64(n_in), ctypes.c_int64(n_out)))
+        b = p(base.ggml_new_tensor_2d(context, int(T.F32), ctypes.c_int64(n_in), ctypes.c_int64(n_rows)))
+        ctypes.memmove(base.ggml_get_data(a), weights.ctypes.data, weights.nbytes)
+        ctypes.memmove(base.ggml_get_data(b), x.ctypes.data, x.nbytes)
+        product = p(base.ggml_mul_mat(context, a, b))
+        graph = p(base.ggml_new_graph(context))
+        base.ggml_build_forward_expand(graph, product)
+        self.cpu.ggml_graph_compute_with_ctx(context, graph, 1)
+        out = np.empty((n_rows, n_out), np.float32)
+        ctypes.memmove(out.ctypes.data, base.ggml_get_data(product), out.nbytes)
+        base.ggml_free(context)
+        return out
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Stock]:
+    pytest.importorskip("llama_cpp")
+    yield Stock()
+
+
+@each_kernel
+def test_no_less_accurate_than_the_stock_kernel(kernels: str, type: T, stock: Stock) -> None:
+    rng = np.random.default_rng(6)
+    n_in = 1024
+    weights = random_weights(rng, type, 200, n_in)
+    x = rng.standard_normal((1, n_in)).astype(np.float32)
+    expected, _ = exact(type, weights, x)
+    error = np.sqrt(np.mean((multiply(kernels, type, weights, x) - expected) ** 2))
+    stock_error = np.sqrt(np.mean((stock.multiply(type, weights, x) - expected) ** 2))
+    rounding = 2.0**-22 * np.sqrt(np.mean(expected**2))
+    assert error <= 1.05 * stock_error + rounding  # the same grid rounds a little otherwise
