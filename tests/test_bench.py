@@ -207,6 +207,14 @@ def test_widths_are_timed_after_a_text_and_the_session_goes_on(model: Model) -> 
     assert again.tokens == before.tokens
 
 
+def test_widths_are_timed_where_texts_are_verified(model: Model) -> None:
+    """Also after pace has moved the session to its plain context, where llama.cpp ends the process for a second row."""
+    with model.session() as session:
+        session.generate("abc", max_tokens=8, temperature=0).read()
+        session._use_plain(session._native, True)
+        assert len(session.time_rows([5, 6, 7], 3, 4)) == 4
+
+
 def test_widths_go_round_when_the_context_ends(model: Model) -> None:
     with model.session(ctx=16) as session:
         assert len(session.time_rows([5, 6, 7], 3, 20)) == 20
