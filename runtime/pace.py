@@ -10,8 +10,9 @@ showing it) is the same at every depth and drops out. With a_i the chance that t
 do, E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 .. a_k. All depths' speeds E(k) / T(k) are compared, each round: costs need not
 be convex (one more row may cost more than the two after it), so there is no climbing from depth to depth.
 
-Acceptance is counted by position and fades. A position that was seldom reached takes after the one before it, so that
-what has faded is tried again: a text that turns easy finds its way to greater depths by itself.
+Acceptance is counted by position and fades. A position that was seldom reached takes after the one before it (where that
+draft stood the text is easy), and is trusted at least as much as any at the start: so what has faded is tried again, and a
+text that turns easy finds its way to greater depths by itself.
 
 Costs come from a calibration; of real rounds only *ratios* are learned, since a machine that is busy for an hour is slow
 at every width. Two are fair: draft to verification in one round, and the rounds just before to those just after a change
@@ -55,14 +56,14 @@ FIRST_CHECK = 8
 class Pace:
     """The depth of each round of one session.
 
-    Before each round ask `depth()` and `drafting`, after it call `observe`. `drafting` says where the round belongs: in the
+    Before each round ask `drafting` and `depth()`, after it call `observe`. `drafting` says where the round belongs: in the
     context that drafts, or (False) in the plain one. While drafting, depth() is 0 now and then: one row, decoded in place.
 
     Args:
         costs: what rounds cost here, for depths up to `costs.max_depth`. A session that has no plain context to move to
             passes `replace(costs, plain_s=costs.verify_s[0])`.
         max_depth: drafts per round at most (default: all that `costs` covers).
-        switch_s: seconds of moving to the other context, one way.
+        switch_s: seconds of moving to the other context, one way; the attribute may be set once they are known.
 
     Raises:
         ValueError: max_depth is not between 1 and what the costs cover.
@@ -83,31 +84,33 @@ class Pace:
             raise ValueError(f"max_depth {max_depth} is not between 1 and the {costs.max_depth} of the costs")
         self.costs = costs
         self.drafting = False
-        self._switch_s = switch_s
-        self._target_s = [
-            costs.plain_s,
-            *costs.verify_s[1 : self.max_depth + 1],
-        ]  # by depth; ratios follow the rounds
-        self._draft_scale = 1.0  # the drafter's seconds over the calibrated ones, in units of the target's
-        self._tried = [0.0] * self.max_depth  # by position: drafts whose predecessors all stood,
-        self._stood = [0.0] * self.max_depth  # ... and those of them that stood
+        self.switch_s = switch_s
         self._depth = 1
-        self._debt = 0.0  # tokens lost by looking, not yet paid off; below 0: won
-        self._wait = 0.0  # plain tokens before the next look, debt or no debt
-        self._n_failures = 0  # losing stretches in a row
-        self._n_rounds = 0  # drafted in this stretch
-        self._lost = (
-            0.0  # tokens that plain decoding would have emitted in the stretch's time, less those it emitted
-        )
-        self._behind = 0.0  # the same, since the stretch was last level with plain decoding
+
+        # Acceptance by position: drafts whose predecessors all stood, and those of them that stood.
+        self._tried = [0.0] * self.max_depth
+        self._stood = [0.0] * self.max_depth
+        self._fade()
+
+        # Costs: the target's seconds by depth, and the drafter's over what was calibrated, in units of the target's.
+        self._target_s = [costs.plain_s, *costs.verify_s[1 : self.max_depth + 1]]
+        self._draft_scale = 1.0
+        self._last_depth = 0
+        self._slowness: deque[float] = deque(maxlen=N_PAIRED)  # measured over expected, at the last depth
+        self._reference = 1.0  # their median before the depth last changed
+        self._n_to_pair = 0
         self._n_checks = 0  # single rows still to decode in place
         self._next_check = FIRST_CHECK
-        self._last_depth = 0
-        self._slowness: deque[float] = deque(
-            maxlen=N_PAIRED
-        )  # measured over expected seconds at the last depth
-        self._reference = 1.0  # their median before the last change of depth
-        self._n_to_pair = 0
+
+        # The stretch of drafting: what plain decoding would have emitted in its time, less what it emitted itself.
+        self._n_rounds = 0
+        self._lost = 0.0
+        self._behind = 0.0  # the same, since the stretch was last level with plain decoding
+
+        # Between stretches.
+        self._debt = 0.0  # tokens lost and not yet paid off; below 0: won
+        self._wait = 0.0  # plain tokens before the next look, debt or no debt
+        self._n_failures = 0  # losing stretches in a row
         if self._worth_a_look():
             self._begin_stretch()
 
@@ -120,10 +123,9 @@ class Pace:
     @property
     def acceptance(self) -> list[float]:
         """By position: the chance that a draft stands when all before it do."""
-        chances, chance = [], PRIOR
-        for tried, stood in zip(self._tried, self._stood, strict=True):
-            chance = (stood + PRIOR_ROUNDS * chance) / (tried + PRIOR_ROUNDS)
-            chances.append(chance)
+        chances = [self._stood[0] / self._tried[0]]
+        for tried, stood in zip(self._tried[1:], self._stood[1:], strict=True):
+            chances.append((stood + PRIOR_ROUNDS * max(chances[-1], PRIOR)) / (tried + PRIOR_ROUNDS))
         return chances
 
     def speedup(self, depth: int) -> float:
@@ -208,7 +210,7 @@ class Pace:
     def _begin_stretch(self) -> None:
         self.drafting = True
         self._n_rounds = 0
-        self._lost = 2 * self._switch_s / self.costs.plain_s  # there and back
+        self._lost = 2 * self.switch_s / self.costs.plain_s  # there and back
         self._behind = 0.0
         # As calibrated, in the units that the target's seconds have come to: the machine may have been busy when it changed.
         self._draft_scale = self._target_s[0] / self.costs.plain_s
@@ -221,9 +223,13 @@ class Pace:
         self._debt = max(self._debt + self._lost, -MAX_CREDIT)
 
     def _fade(self) -> None:
-        """What is known fades with every round, drafted or plain."""
+        """What is known fades with every round, drafted or plain. Where nothing is left the prior stands in, and fades in turn:
+        one that stayed would tip close decisions."""
         self._tried = [n * (1 - 1 / MEMORY) for n in self._tried]
         self._stood = [n * (1 - 1 / MEMORY) for n in self._stood]
+        missing = max(0.0, PRIOR_ROUNDS - self._tried[0])
+        self._tried[0] += missing
+        self._stood[0] += missing * PRIOR
 
     def _draft_s(self, depth: int) -> float:
         return self.costs.draft_s(depth) * self._draft_scale

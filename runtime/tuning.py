@@ -169,7 +169,10 @@ def _run(
     """For each prompt that there is time for, but for one at least: the text at each depth from 0 on."""
     passes: list[list[Stats]] = []
     n_depths = max_depth + 1
-    with model.session(spec_type="none") as plain, model.session(depth=max_depth) as drafting:
+    with (
+        model.session(spec_type="none", learn=False) as plain,
+        model.session(depth=max_depth, learn=False) as drafting,
+    ):
         pass_s = 0.0
         for i, prompt in enumerate(prompts):
             started = time.perf_counter()
