@@ -12,6 +12,7 @@ import pytest
 
 from llama_sidecar.converter.families import families
 from llama_sidecar.runtime._native import drafter_kinds
+from llama_sidecar.scripts.__main__ import cli
 from llama_sidecar.sidecars import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,15 @@ def kind_rows() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rows", [family_rows, kind_rows])
+def command_rows() -> list[str]:
+    context = click.Context(cli)
+    commands = [(name, cli.get_command(context, name)) for name in cli.list_commands(context)]
+    return [
+        f"| `{name}` | {command.get_short_help_str(limit=300)} |" for name, command in commands if command
+    ]
+
+
+@pytest.mark.parametrize("rows", [command_rows, family_rows, kind_rows])
 def test_tables_are_what_the_scans_find(rows: object) -> None:
     assert callable(rows)
     assert "\n".join(rows()) in README, "put these rows into the README:\n" + "\n".join(rows())
