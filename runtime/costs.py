@@ -1,9 +1,9 @@
 """What a round costs here: measured in a few seconds, remembered in the user's cache folder, handed to pace.
 
-Measured in turns: each turn times every part once (a plain row, each width of a verification, the drafts), so that a machine
-that drifts drifts for all parts. Turns that something else slowed down are left out, and the rest gives medians. What a part
-costs depends on shapes and types, not on weights: the key under which costs are kept is made of those, the machine, the
-library and the settings. Knows nothing of acceptance, and decides nothing.
+Measured in turns: each turn times every part (a plain row, each width of a verification, the drafts), so that a machine that
+drifts drifts for all of them. Medians count, or the fastest third where something else ran meanwhile. What a part costs
+depends on shapes and types, not on weights: the key under which costs are kept is made of those, the machine, the library
+and the settings. Knows nothing of acceptance, and decides nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -40,7 +40,7 @@ N_ROUNDS = 3  # drafted rounds timed in each turn
 SLOW_ROW_S = (
     0.05  # where a row takes longer, the 0.2 ms of a first decode's new graph are not worth a second decode
 )
-CALM = 1.15  # a turn in the middle that takes so much longer than a fast one was disturbed
+CALM = 1.15  # a median so far above the fastest third was disturbed
 SCHEMA = 1
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
 
@@ -57,7 +57,7 @@ OPENMP = (
 )  # how its threads wait: it decides
 
 Part = tuple[str, int]  # ("plain", 1), ("rows", n) or ("draft", depth); ("other", 1) comes with the drafts
-Turn = Mapping[Part, float]
+Samples = dict[Part, list[float]]  # seconds
 _PLAIN: Part = ("plain", 1)
 _OTHER: Part = ("other", 1)
 
@@ -230,49 +230,49 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         model.session(ctx=N_CTX, spec_type="none", learn=False) as plain,
         model.session(ctx=N_CTX, depth=depth, learn=False) as drafting,
     ):
-        turns = _measure(plain, drafting, tokens, depth, deadline)
-    return _costs(_calm(turns), depth, n_threads=model.settings.n_threads, key=costs_key(model))
+        samples = _measure(plain, drafting, tokens, depth, deadline)
+    return _costs(samples, depth, n_threads=model.settings.n_threads, key=costs_key(model))
 
 
 def _measure(
     plain: Session, drafting: Session, tokens: Sequence[int], depth: int, deadline: float
-) -> list[Turn]:
-    """Turns until time or MAX_TURNS run out. The first one may lack parts, the others have all that it has."""
+) -> Samples:
+    """Turns until time or MAX_TURNS run out, to and fro; the first may end early, and then there is no other."""
     row_s = plain.time_rows(tokens, 1, 2)[-1]  # also brings the weights into memory
     n_decodes = 1 if row_s > SLOW_ROW_S else 2
 
-    def rows(session: Session, n: int) -> Callable[[], Turn]:
+    def rows(session: Session, n: int) -> Callable[[], Samples]:
         part = _PLAIN if session is plain else ("rows", n)
-        return lambda: {part: session.time_rows(tokens, n, n_decodes)[-1]}
+        return lambda: {part: session.time_rows(tokens, n, n_decodes)[-1:]}
 
     needed = [
         rows(plain, 1),
         rows(drafting, depth + 1),
         lambda: _time_drafts(drafting, tokens, depth, deadline),
     ]
-    wanted: list[Callable[[], Turn]] = (
-        [lambda: _time_drafts(drafting, tokens, 1, deadline)] if depth > 1 else []
-    )
-    wanted += [rows(drafting, n) for n in range(depth, 0, -1)]
-    turns: list[Turn] = []
-    turn_s = 0.0
-    while len(turns) < MAX_TURNS and (not turns or time.perf_counter() + turn_s < deadline):
+    wanted = [rows(drafting, n) for n in range(depth, 0, -1)]
+    if depth > 1:
+        wanted.insert(0, lambda: _time_drafts(drafting, tokens, 1, deadline))
+    samples: Samples = {}
+    turn_s = longest_s = 0.0
+    for turn in range(MAX_TURNS):
         started = time.perf_counter()
-        turn: dict[Part, float] = {}
-        longest_s = 0.0
-        for i, measure in enumerate([*needed, *wanted]):
+        if turn and started + turn_s > deadline:
+            break
+        parts = [*needed, *wanted] if turn % 2 == 0 else [*reversed(wanted), *reversed(needed)]
+        for i, measure in enumerate(parts):
             before = time.perf_counter()
-            if not turns and i >= len(needed) and before + longest_s > deadline:
-                continue
-            turn |= measure()
+            if not turn and i >= len(needed) and before + longest_s > deadline:
+                break
+            for part, seconds in measure().items():
+                samples.setdefault(part, []).extend(seconds)
             longest_s = max(longest_s, time.perf_counter() - before)
-        turns.append(turn)
         turn_s = time.perf_counter() - started
-    return turns
+    return samples
 
 
-def _time_drafts(session: Session, tokens: Sequence[int], depth: int, deadline: float) -> Turn:
-    """Seconds of the drafter in a round of `depth` drafts, and of everything else per emitted token."""
+def _time_drafts(session: Session, tokens: Sequence[int], depth: int, deadline: float) -> Samples:
+    """Seconds of the drafter in rounds of `depth` drafts, and of everything else per emitted token."""
     text = session.generate(tokens[:4], max_tokens=session.n_ctx, temperature=0, ignore_eos=True, depth=depth)
     stats = text.stats
     n_rounds, draft_s, seconds = 0, 0.0, []
@@ -283,21 +283,25 @@ def _time_drafts(session: Session, tokens: Sequence[int], depth: int, deadline: 
                 break
         n_rounds, draft_s = stats.n_rounds, stats.draft_s
     text.close()
+    seconds = seconds or [
+        stats.draft_s / max(1, stats.n_rounds)
+    ]  # a text of unprintable tokens has no pieces
     other_s = stats.generate_s - stats.draft_s - stats.verify_s
-    return {("draft", depth): median(seconds), _OTHER: max(0.0, other_s) / max(1, stats.n_tokens - 1)}
+    return {("draft", depth): seconds, _OTHER: [max(0.0, other_s) / max(1, stats.n_tokens - 1)]}
 
 
-def _calm(turns: Sequence[Turn]) -> Sequence[Turn]:
-    """All turns, or where the middle one was disturbed the fastest third alone."""
-    by_time = sorted(turns, key=lambda turn: sum(turn.values()))
-    fastest = by_time[: max(1, len(turns) // 3)]
-    typical_s, fast_s = (median(sum(turn.values()) for turn in some) for some in (turns, fastest))
-    return fastest if typical_s > CALM * fast_s else turns
+def _typical(seconds: Sequence[float]) -> float:
+    """The median, or where it lies far above the fastest third, because something else ran, that third's."""
+    fastest = median(sorted(seconds)[: max(1, len(seconds) // 3)])
+    middle = median(seconds)
+    return max(
+        middle if middle <= CALM * fastest else fastest, 1e-9
+    )  # a clock may be too coarse for a small model
 
 
-def _costs(turns: Sequence[Turn], depth: int, *, n_threads: int, key: str) -> Costs:
-    """Medians over turns; widths that were not measured are interpolated."""
-    seconds = {part: max(median(turn[part] for turn in turns), 1e-9) for part in turns[0]}
+def _costs(samples: Samples, depth: int, *, n_threads: int, key: str) -> Costs:
+    """Widths that were not measured are interpolated."""
+    seconds = {part: _typical(found) for part, found in samples.items()}
     known = {1: seconds[_PLAIN]} | {n: s for (what, n), s in sorted(seconds.items()) if what == "rows"}
     deepest_s = seconds["draft", depth]
     first_s = seconds.get(("draft", 1), deepest_s / depth)
