@@ -7,6 +7,8 @@ how a file stores its tensors, what a tensor means, nor any GGUF name.
 from __future__ import annotations
 
 import json
+import math
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.errors import (
+    BadConfig,
     BadShard,
     MissingShard,
     NotACheckpoint,
@@ -66,10 +69,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         (1024,)
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+    if not os.path.isdir(folder):  # for os.path a name that is too long is no file, and no exception
+        found = "is a file" if os.path.exists(folder) else "does not exist"
         raise NotACheckpoint(f"{folder} {found}; expected the folder of a Hugging Face checkpoint")
-    if not (folder / "config.json").is_file():
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise NotACheckpoint(f"{folder} cannot be read: permission denied")
+    if not os.path.isfile(folder / "config.json"):
         raise NotACheckpoint(f"{folder} has no config.json; expected the folder of a Hugging Face checkpoint")
     config = Config(read_object(folder / "config.json"))
     with ExitStack() as files:
@@ -80,7 +85,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises NotACheckpoint when it holds anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except (OSError, ValueError, RecursionError) as error:
         raise NotACheckpoint(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
@@ -92,17 +97,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _collect(folder: Path, files: ExitStack) -> tuple[dict[str, Tensor], list[str]]:
-    shards = sorted(p.name for p in folder.glob("*.safetensors"))
+    shards = _names(folder, "*.safetensors")
     if shards or (folder / INDEX).is_file():
         index, single, read_shard = INDEX, "model.safetensors", read_safetensors
     else:
-        shards = sorted(p.name for p in folder.glob("pytorch_model*.bin"))
+        shards = _names(folder, "pytorch_model*.bin")
         index, single, read_shard = BIN_INDEX, "pytorch_model.bin", read_bin
     listed = _read_index(folder / index)
     if not shards and not listed:
         raise NotACheckpoint(f"{folder} holds no weights; expected *.safetensors or pytorch_model*.bin")
 
-    absent = sorted({file for file in listed.values() if not (folder / file).is_file()})
+    absent = sorted({file for file in listed.values() if not os.path.exists(folder / file)})
     if absent:
         raise MissingShard(
             f"{folder / index} names {', '.join(absent)}, not in the folder: download the missing files"
@@ -136,6 +141,11 @@ def _collect(folder: Path, files: ExitStack) -> tuple[dict[str, Tensor], list[st
     return tensors, warnings
 
 
+def _names(folder: Path, pattern: str) -> list[str]:
+    """Sorted; hidden files are no shards (other systems leave some beside every file they copy)."""
+    return sorted(path.name for path in folder.glob(pattern) if not path.name.startswith("."))
+
+
 def _authority(folder: Path, index: str, single: str) -> str:
     return index if (folder / index).is_file() else single
 
@@ -153,13 +163,18 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, file: str) -> Path:
-    """The file's path, if its links stay in the folder, or in the cache whose snapshot the folder is."""
+    """The file's path, if it is a file and its links stay in the folder, or in the cache whose snapshot the folder is."""
     root = folder.resolve()
-    target = (folder / file).resolve()
+    try:
+        target = (folder / file).resolve()
+    except (OSError, RuntimeError) as error:
+        raise BadShard(f"{folder / file} is a link that leads nowhere: {error}") from error
     if not target.is_relative_to(_cache_root(root) or root):
         raise UnsafePath(
             f"{folder / file} is a link to {target}, outside the folder: copy the file into the folder"
         )
+    if not os.path.isfile(target):
+        raise BadShard(f"{folder / file} is a folder, a pipe or a broken link; expected a file of tensors")
     return target
 
 
@@ -177,6 +192,8 @@ def _cache_root(folder: Path) -> Path | None:
 def _with_scales(tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Joins every FP8 weight with its `_scale_inv`; scales of activations are dropped."""
     quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise BadConfig(f"config.json has quantization_config = {quantization!r}; expected an object")
     method = quantization.get("quant_method")
     if method not in (None, "fp8"):
         raise UnsupportedModel(
@@ -207,14 +224,15 @@ def _with_scales(tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor
 
 def _scaled(weight: Tensor, scale: Tensor, block: list[int] | None) -> Tensor:
     scale.check_type()
-    values = scale.rows(0, scale.n_rows).reshape(scale.shape)
-    if block is None and values.size == 1:
-        return replace(weight, scale=values)
+    if block is None and math.prod(scale.shape) == 1:
+        return replace(weight, scale=scale.rows(0, 1).reshape(scale.shape))
     *stacked, n_rows, n_cols = (1, 1, *weight.shape)[-max(2, len(weight.shape)) :]
     rows, cols = block or (n_rows, n_cols)
+    rows, cols = max(1, min(rows, n_rows)), max(1, min(cols, n_cols))
     expected = (*stacked, -(-n_rows // rows), -(-n_cols // cols))
     if len(weight.shape) < 2 or scale.shape != expected:
         raise BadShard(
             f"{scale.name} has shape {scale.shape}; expected {expected} for {weight.name} of {weight.shape}"
         )
+    values = scale.rows(0, scale.n_rows).reshape(scale.shape)
     return replace(weight, scale=values, scale_block=(rows, cols))

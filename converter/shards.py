@@ -123,7 +123,7 @@ def read_safetensors(path: Path, files: ExitStack) -> dict[str, Tensor]:
             f"{path} declares a header of {header_bytes} bytes and has {file_bytes}: it is truncated or no safetensors"
         )
     try:
-        header = json.loads(os.pread(fd, header_bytes, 8), object_pairs_hook=_unique)
+        header = json.loads(os.pread(fd, header_bytes, 8).decode(), object_pairs_hook=_unique)
         entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadShard(f"{path} has a broken safetensors header: {error}") from error
@@ -154,7 +154,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(value: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop)):
         raise ValueError(f"sizes {shape} at {start}..{stop}")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"unknown data type {dtype!r}")

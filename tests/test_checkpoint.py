@@ -16,6 +16,7 @@ from checkpoints import random_values, tiny_tensors, write_json, write_safetenso
 
 from llama_sidecar.converter.checkpoint import open_checkpoint
 from llama_sidecar.converter.errors import (
+    BadConfig,
     BadShard,
     ConversionError,
     MissingDependency,
@@ -119,6 +120,32 @@ def test_fp8_without_its_scales_and_other_quantizations_are_errors(tmp_path: Pat
     write_json(path / "config.json", {"quantization_config": {"quant_method": "gptq"}})
     with pytest.raises(UnsupportedModel, match="quantized by 'gptq'"):
         open_checkpoint(path)
+    write_json(path / "config.json", {"quantization_config": ["fp8"]})
+    with pytest.raises(BadConfig, match="expected an object"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("block", [[4, 4], [2**62, 2**62], [10**30, 10**30], None])
+def test_an_fp8_block_larger_than_its_weight_covers_it(block: list[int] | None, tmp_path: Path) -> None:
+    stored = random_values("w", (4, 4), 200).astype(ml_dtypes.float8_e4m3fn)
+    path = folder(
+        tmp_path / "c",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}},
+        model={"w": stored, "w_scale_inv": np.full((1, 1), 0.5, np.float32)},
+    )
+    with open_checkpoint(path) as checkpoint:
+        np.testing.assert_array_equal(values(checkpoint.tensors["w"]), stored.astype(np.float32) / 2)
+
+
+def test_an_fp8_weight_without_values(tmp_path: Path) -> None:
+    empty = np.zeros((0, 4), ml_dtypes.float8_e4m3fn)
+    path = folder(
+        tmp_path / "c",
+        {"quantization_config": {"quant_method": "fp8"}},
+        model={"w": empty, "w_scale_inv": np.zeros((3, 1), np.float32)},
+    )
+    with pytest.raises(BadShard, match="w_scale_inv has shape"):
+        open_checkpoint(path)
 
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
@@ -152,6 +179,7 @@ def _header(entries: object) -> bytes:
 
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HUGE = 10**4000
 BROKEN = {
     "empty": b"",
     "no_header": b"\x10\0\0\0\0\0\0\0{}",
@@ -162,6 +190,8 @@ BROKEN = {
     "unknown_dtype": _header({"a": ENTRY | {"dtype": "F3"}}) + bytes(8),
     "wrong_size": _header({"a": ENTRY | {"shape": [3]}}) + bytes(8),
     "negative": _header({"a": ENTRY | {"shape": [-2]}}) + bytes(8),
+    "huge": _header({"a": {"dtype": "U8", "shape": [HUGE], "data_offsets": [0, HUGE]}}),
+    "utf_16": (lambda t: len(t).to_bytes(8, "little") + t)('{"__metadata__":{}}'.encode("utf-16")),
     "overlap": _header({"a": ENTRY, "b": ENTRY}) + bytes(8),
     "gap": _header({"a": ENTRY | {"data_offsets": [8, 16]}}) + bytes(16),
     "twice": (lambda t: len(t).to_bytes(8, "little") + t + bytes(8))(
@@ -201,6 +231,50 @@ def test_links_stay_in_the_folder_or_in_the_cache(tmp_path: Path) -> None:
     with open_checkpoint(snapshot) as checkpoint:
         assert checkpoint.name == "Some-Model-1B"
         np.testing.assert_array_equal(values(checkpoint.tensors["a"]), A)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "loop", "broken link"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_is_no_file_is_refused_and_not_waited_for(what: str, name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "c") / name
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(name if what == "loop" else "absent")
+    with pytest.raises(BadShard, match=r"link that leads nowhere|a folder, a pipe or a broken link"):
+        open_checkpoint(path.parent)
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    path = folder(tmp_path / "c", model={"a": A})
+    (path / "._model.safetensors").write_bytes(b"\0\5\x16\7")  # as other systems leave beside what they copy
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.tensors.keys() == {"a"} and checkpoint.warnings == []
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    path = folder(tmp_path / "c", model={"a": A})
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(NotACheckpoint, match="does not exist"):
+            open_checkpoint(tmp_path / name)
+        index(path, {"a": name})
+        with pytest.raises(MissingShard, match="not in the folder"):
+            open_checkpoint(path)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(NotACheckpoint, match="permission denied"):
+        open_checkpoint(folder(tmp_path / "c", model={"a": A}))
+
+
+def test_json_may_begin_with_a_mark(tmp_path: Path) -> None:
+    path = folder(tmp_path / "c", model={"a": A})
+    (path / "config.json").write_bytes(b"\xef\xbb\xbf{}")
+    with open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.config) == 0
 
 
 def test_bin_shards_need_torch_and_say_so(tmp_path: Path) -> None:
