@@ -7,6 +7,7 @@ self-trained vocabularies convert too. Does not know any model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -48,11 +49,24 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Key]:
         )
     settings = checkpoint.json("tokenizer_config.json")
     try:
-        return _keys(checkpoint, tokenizer, settings)
+        keys = _keys(checkpoint, tokenizer, settings)
+        _check_text(keys)
+        return keys
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadTokenizer(
             f"{checkpoint.folder}: the tokenizer's files are not in the form expected: {error!r}"
         ) from error
+    except OSError as error:
+        raise BadTokenizer(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def _check_text(keys: Mapping[str, Key]) -> None:
+    """Raises ValueError for text that UTF-8 cannot hold: JSON can spell half of a surrogate pair."""
+    for value in keys.values():
+        if isinstance(value, str):
+            value.encode()
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            "".join(map(str, value)).encode()
 
 
 def _keys(
@@ -93,20 +107,25 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
 
 def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
     """Id -> (text, is special) of the added tokens, tokenizer.json's and those that only tokenizer_config.json has."""
-    listed = {int(token["id"]): token for token in tokenizer.get("added_tokens") or []}
+    listed = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
     for index, token in (settings.get("added_tokens_decoder") or {}).items():
         listed.setdefault(int(index), token)
-    return {index: (token["content"], bool(token.get("special"))) for index, token in listed.items()}
+    return {index: (_text(token["content"]), bool(token.get("special"))) for index, token in listed.items()}
 
 
 def _tokens(
     vocabulary: Mapping[str, int], added: Mapping[int, tuple[str, bool]], size: int
 ) -> tuple[list[str], list[int]]:
-    largest = max(chain(vocabulary.values(), added), default=-1)
-    if largest >= size:
+    """The text and the type of every id. llama.cpp's own loader ends the process where two have one text."""
+    wrong = next(
+        (i for i in chain(vocabulary.values(), added) if type(i) is not int or not 0 <= i < size), None
+    )
+    if wrong is not None:
         raise BadTokenizer(
-            f"tokenizer.json has a token {largest}; expected ids below config.json's vocab_size = {size}"
+            f"tokenizer.json has a token {wrong!r}; expected ids below config.json's vocab_size = {size}"
         )
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise BadTokenizer("tokenizer.json gives several texts one id; expected an id for each")
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for text, index in vocabulary.items():
         tokens[index], types[index] = text, NORMAL
@@ -115,7 +134,18 @@ def _tokens(
             tokens[index], types[index] = text, CONTROL
         else:
             tokens[index], types[index] = text.replace("\u2581", " "), USER_DEFINED
+    if len(set(tokens)) < size:
+        twice = [text for text, n in Counter(tokens).items() if n > 1]
+        raise BadTokenizer(
+            f"tokenizer.json gives several ids one text ({', '.join(map(repr, twice[:5]))}); expected a text for each"
+        )
     return tokens, types
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _looks_special(text: str) -> bool:
@@ -130,10 +160,14 @@ def _looks_special(text: str) -> bool:
 
 def _merges(merges: Any) -> list[str]:
     """Merges as "left right"; a space inside a part is written as byte-level BPE writes it."""
-    if not isinstance(merges, list):
+    if not isinstance(merges, list) or not merges:
         raise BadTokenizer("tokenizer.json has no list of merges; expected byte-level BPE")
     space = chr(ord(" ") + 256)
-    return [m if isinstance(m, str) else " ".join(part.replace(" ", space) for part in m) for m in merges]
+    pairs = (
+        m.split(" ") if isinstance(m, str) else [_text(part).replace(" ", space) for part in m]
+        for m in merges
+    )
+    return [f"{left} {right}" for left, right in pairs]
 
 
 def _special_ids(
@@ -190,7 +224,7 @@ def _chat_templates(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict
         return {}
     keys: dict[str, Key] = {}
     for entry in template:
-        name = entry["name"]
-        keys["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = entry["template"]
+        name = _text(entry["name"])
+        keys["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = _text(entry["template"])
     named_only = [entry["name"] for entry in template if entry["name"] != "default"]
     return keys | ({"tokenizer.chat_templates": named_only} if named_only else {})

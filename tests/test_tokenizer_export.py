@@ -99,6 +99,65 @@ def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
         keys(folder)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "match"),
+    [
+        ({"x": -1}, [], "a token -1"),
+        ({"x": 300.0}, [], r"a token 300\.0"),
+        ({"x": True}, [], "a token True"),
+        ({"x": 5}, [], "several texts one id"),
+        ({"\ud800": 300}, [], "surrogates"),
+        ({"[PAD319]": 300}, [], r"several ids one text \('\[PAD319\]'\)"),
+        ({}, [{"id": 300, "content": "<|im_end|>"}], r"several ids one text \('<\|im_end\|>'\)"),
+        ({}, [{"id": 300, "content": "A"}], r"several ids one text \('A'\)"),
+        ({}, [{"id": -3, "content": "x"}], "a token -3"),
+        ({}, [{"id": 300, "content": 5, "special": True}], "5 is no text"),
+    ],
+)
+def test_every_id_has_one_text_and_every_text_one_id(
+    folder: Path, vocabulary: dict[str, Any], added: list[Any], match: str
+) -> None:
+    """llama.cpp ends the process where two ids have one text."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["vocab"] |= vocabulary
+    tokenizer["added_tokens"] += added
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadTokenizer, match=match) as error:
+        keys(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "merges", [[], [5], ["abc"], ["a b c"], [["a"]], [["a", "b", "c"]], [["a", 5]], "a b"]
+)
+def test_a_merge_has_two_parts(folder: Path, merges: Any) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"] = merges
+    write_json(folder / "tokenizer.json", tokenizer)
+    with pytest.raises(BadTokenizer, match=r"list of merges|not in the form expected"):
+        keys(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["\ud83d", [{"name": "x"}], [{"name": 5, "template": "x"}], [{"name": "default", "template": 5}], ["x"]],
+)
+def test_a_chat_template_is_text(folder: Path, template: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"chat_template": template}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(BadTokenizer, match="not in the form expected"):
+        keys(folder)
+
+
+def test_a_template_file_that_cannot_be_read(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").write_text("x")
+    (folder / "additional_chat_templates" / "tool.jinja").mkdir(parents=True)
+    with pytest.raises(BadTokenizer, match=r"tool\.jinja cannot be read"):
+        keys(folder)
+
+
 @pytest.mark.parametrize("arch", ["qwen35", "qwen3next"])
 def test_llama_cpp_makes_the_ids_of_the_checkpoints_tokenizer(arch: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
