@@ -12,6 +12,9 @@ from llama_sidecar.converter.errors import BadConfig
 
 Key = int | float | bool | str | list[int] | list[bool] | list[str]
 
+MAX_INTEGER = 2**31 - 1
+MAX_FLOAT = 3.4028234e38  # of a GGUF's F32 keys
+
 
 class Config(Mapping[str, Any]):
     """config.json with `text_config` merged over the root, as the text model sees it.
@@ -46,16 +49,13 @@ class Config(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def integer(self, name: str) -> int:
+    def integer(self, name: str, at_most: int = MAX_INTEGER) -> int:
         """The value of a required positive integer."""
-        value = self[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise BadConfig(f"config.json has {name} = {value!r}; expected a positive integer")
-        return value
+        return checked_integer(name, self[name], at_most)
 
     def number(self, name: str) -> float:
-        """The value of a required number."""
-        return _number(name, self[name])
+        """The value of a required number, 0 or more."""
+        return checked_number(name, self[name])
 
     @property
     def architecture(self) -> str:
@@ -73,7 +73,7 @@ class Config(Mapping[str, Any]):
         value = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if not isinstance(value, dict):
             raise BadConfig(f"config.json has rope parameters {value!r}; expected an object")
-        rope = dict(value)
+        rope = {name: entry for name, entry in value.items() if entry is not None}
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if name not in rope and self.get(name) is not None:
                 rope[name] = self[name]
@@ -82,9 +82,18 @@ class Config(Mapping[str, Any]):
         return rope
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadConfig(f"config.json has {name} = {value!r}; expected a number")
+def checked_integer(name: str, value: Any, at_most: int = MAX_INTEGER) -> int:
+    """The value, if it is a positive integer; else raises BadConfig."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= at_most:
+        limit = "" if at_most == MAX_INTEGER else f" of at most {at_most}"
+        raise BadConfig(f"config.json has {name} = {value!r}; expected a positive integer{limit}")
+    return value
+
+
+def checked_number(name: str, value: Any, at_most: float = MAX_FLOAT) -> float:
+    """The value, if it is a number from 0 on that a 32-bit float can hold; else raises BadConfig."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= at_most:
+        raise BadConfig(f"config.json has {name} = {value!r}; expected a number from 0 to {at_most:.3g}")
     return float(value)
 
 
@@ -93,12 +102,17 @@ def shared_keys(config: Config, arch: str, n_blocks: int) -> dict[str, Key]:
 
     `arch` prefixes the keys and `n_blocks` is the number of blocks the file declares, head included.
     """
+    n_heads, n_kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
+    if n_heads % n_kv_heads:
+        raise BadConfig(
+            f"config.json has {n_heads} attention heads for {n_kv_heads} key-value heads; expected a multiple"
+        )
     keys: dict[str, Key] = {
         "block_count": n_blocks,
         "context_length": config.integer("max_position_embeddings"),
         "embedding_length": config.integer("hidden_size"),
-        "attention.head_count": config.integer("num_attention_heads"),
-        "attention.head_count_kv": config.integer("num_key_value_heads"),
+        "attention.head_count": n_heads,
+        "attention.head_count_kv": n_kv_heads,
         "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
     }
     if config.get("intermediate_size") is not None:
@@ -112,11 +126,11 @@ def shared_keys(config: Config, arch: str, n_blocks: int) -> dict[str, Key]:
 def _rope_keys(config: Config) -> dict[str, Key]:
     rope = config.rope
     keys: dict[str, Key] = (
-        {"rope.freq_base": _number("rope_theta", rope["rope_theta"])} if "rope_theta" in rope else {}
+        {"rope.freq_base": checked_number("rope_theta", rope["rope_theta"])} if "rope_theta" in rope else {}
     )
     if "mrope_section" in rope:
-        sections = list(rope["mrope_section"])
-        if not all(isinstance(s, int) for s in sections) or len(sections) > 4:
+        sections = rope["mrope_section"]
+        if not (isinstance(sections, list) and len(sections) <= 4 and all(_is_size(s) for s in sections)):
             raise BadConfig(f"config.json has mrope_section = {sections!r}; expected at most four integers")
         keys["rope.dimension_sections"] = sections + [0] * (4 - len(sections))
     scaling = rope.get("rope_type")
@@ -127,18 +141,24 @@ def _rope_keys(config: Config) -> dict[str, Key]:
             f"config.json has rope scaling {scaling!r}; expected 'default', or 'linear' or 'yarn' with a 'factor'"
         )
     keys["rope.scaling.type"] = scaling
-    keys["rope.scaling.factor"] = _number("factor", rope["factor"])
+    keys["rope.scaling.factor"] = checked_number("factor", rope["factor"])
     if scaling == "yarn":
         if "original_max_position_embeddings" not in rope:
             raise BadConfig("config.json has yarn rope scaling without 'original_max_position_embeddings'")
-        keys["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+        keys["rope.scaling.original_context_length"] = checked_integer(
+            "original_max_position_embeddings", rope["original_max_position_embeddings"]
+        )
         for key, names in {
             "yarn_ext_factor": ("extrapolation_factor",),
             "yarn_attn_factor": ("attention_factor", "attn_factor"),
             "yarn_beta_fast": ("beta_fast",),
             "yarn_beta_slow": ("beta_slow",),
         }.items():
-            value = next((rope[n] for n in names if rope.get(n) is not None), None)
+            value = next((rope[n] for n in names if n in rope), None)
             if value is not None:
-                keys[f"rope.scaling.{key}"] = _number(names[0], value)
+                keys[f"rope.scaling.{key}"] = checked_number(names[0], value)
     return keys
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INTEGER

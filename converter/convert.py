@@ -6,6 +6,7 @@ of any step's inside.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,7 +102,12 @@ def convert(
         common = vocabulary_keys(opened)
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
         whole = {role: _gguf_file(file, opened, family, common, name) for role, file in files.items()}
-        n_bytes = write_files(whole, _check_contract, progress)
+
+        def check(written: Mapping[str, Path]) -> None:
+            _check_contract(written)
+            _check_targets(files.values(), force)  # again: another conversion may have been faster
+
+        n_bytes = write_files(whole, check, progress)
 
     main, sidecar = files.get("main"), files.get("sidecar")
     return ConvertResult(
@@ -133,10 +139,15 @@ def _plan_files(
 
 
 def _check_targets(files: Iterable[_FilePlan], force: bool) -> None:
-    existing = [str(file.path) for file in files if file.path.exists()]
+    existing = [str(file.path) for file in files if os.path.lexists(file.path)]
     if existing and not force:
         raise OutputExists(
             f"{' and '.join(existing)} already there: use --force to replace, or another --out"
+        )
+    folders = [str(file.path) for file in files if os.path.isdir(file.path)]
+    if folders:
+        raise OutputExists(
+            f"{' and '.join(folders)} already there, as a folder: remove it, or use another --out"
         )
 
 

@@ -7,12 +7,14 @@ published gguf package. Knows no tensor.
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import gguf
 
 from llama_sidecar.converter.checkpoint import Checkpoint
+from llama_sidecar.converter.config import MAX_FLOAT, MAX_INTEGER
 from llama_sidecar.sidecars.kinds import KINDS
 
 # generation_config.json -> general.sampling.*, with its type there. "repetition_penalty" is Hugging Face's own name.
@@ -31,6 +33,9 @@ SAMPLING: dict[str, tuple[str, type]] = {
     "mirostat_tau": ("mirostat_tau", float),
     "mirostat_eta": ("mirostat_eta", float),
 }
+# What of a model card may be a list: of texts, or of texts and descriptions.
+TEXT_LISTS = ("license", "tags", "pipeline_tag", "language", "languages")
+SOURCE_LISTS = ("base_model", "base_models", "base_model_sources", "dataset", "datasets", "dataset_sources")
 
 
 def add_general_keys(
@@ -42,14 +47,15 @@ def add_general_keys(
     """
     writer.add_type(gguf.GGUFType.MODEL)
     n_total, n_shared, n_expert, n_experts = writer.get_total_parameter_count()
+    origin = checkpoint.json("config.json").get("_name_or_path")
     metadata = gguf.Metadata.apply_metadata_heuristic(
         gguf.Metadata(),
         _model_card(checkpoint.folder),
-        checkpoint.json("config.json"),
-        Path(checkpoint.name),
+        {"_name_or_path": _utf8(origin) if isinstance(origin, str) else None},
+        Path(_utf8(checkpoint.name)),
         n_total,
     )
-    metadata.name = name or metadata.name or checkpoint.name
+    metadata.name = _utf8(name or metadata.name or checkpoint.name)
     metadata.size_label = metadata.size_label or gguf.size_label(n_total, n_shared, n_expert, n_experts)
     for key, value in _sampling(checkpoint).items():
         setattr(metadata, f"sampling_{key}", value)
@@ -64,27 +70,51 @@ def _sampling(checkpoint: Checkpoint) -> dict[str, Any]:
     found = {}
     for name, (key, kind) in SAMPLING.items():
         value = settings.get(name)
-        if isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool):
+        if kind is str and isinstance(value, str):
+            found[key] = _utf8(value)
+        elif kind is not str and _is_number(value, kind):
             found[key] = kind(value)
     return found
 
 
+def _is_number(value: Any, kind: type) -> bool:
+    """Whether a value is a number of a type that a key of 32 bits can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        return False
+    return abs(value) <= (MAX_FLOAT if kind is float else MAX_INTEGER)
+
+
 def _model_card(folder: Path) -> dict[str, Any]:
-    """The front matter of README.md; {} where there is none that can be used, as it only describes."""
+    """What of README.md's front matter the keys can hold; the rest of it is left out, as it only describes."""
     try:
         card = gguf.Metadata.load_model_card(folder)
+        kept = {name: _kept(name, value) for name, value in card.items()}
     except Exception:  # whatever its YAML is: a README only describes
         return {}
-    return {name: _text(value) for name, value in card.items() if value is not None}
+    return {name: value for name, value in kept.items() if value is not None}
 
 
-def _text(value: Any) -> Any:
-    """The value with every scalar in it (YAML's dates, numbers, booleans) as text, which is what the keys hold."""
-    if isinstance(value, list):
-        return [_text(v) for v in value if v is not None]
-    if isinstance(value, dict):
-        return {str(name): _text(v) for name, v in value.items() if v is not None}
-    return str(value)
+def _kept(name: Any, value: Any) -> Any:
+    if isinstance(value, list) and name in TEXT_LISTS:
+        return [text for entry in value if (text := _scalar(entry)) is not None]
+    if isinstance(value, list) and name in SOURCE_LISTS:
+        sources = (_described(entry) if isinstance(entry, dict) else _scalar(entry) for entry in value)
+        return [source for source in sources if source is not None]
+    return _scalar(value)
+
+
+def _described(source: dict[Any, Any]) -> dict[str, str]:
+    return {str(name): text for name, value in source.items() if (text := _scalar(value)) is not None}
+
+
+def _scalar(value: Any) -> str | None:
+    """A scalar (YAML's dates, numbers and booleans too) as text, which is what the keys hold; None for anything else."""
+    return _utf8(str(value)) if isinstance(value, (str, int, float, date)) else None
+
+
+def _utf8(text: str) -> str:
+    """The text without what UTF-8 cannot hold: halves of surrogate pairs, and what stands for bytes in a file's name."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def file_name(name: str, type_name: str, prefix: str = "") -> str:

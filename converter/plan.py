@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType as GGMLType
 
-from llama_sidecar.converter.errors import TensorMismatch
+from llama_sidecar.converter.errors import TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import Family, Layout, Placement
 from llama_sidecar.converter.quantize import Recipe, encode, row_bytes
 from llama_sidecar.converter.shards import Tensor
@@ -61,8 +61,17 @@ class Planned:
         return self.n_rows * self.row_bytes
 
     def rows(self, start: int, stop: int) -> U8:
-        """The bytes of rows start..stop: (stop - start, row_bytes)."""
+        """The bytes of rows start..stop: (stop - start, row_bytes). Raises UnsupportedModel for values the type cannot hold."""
         pieces = list(self._pieces(start, stop))
+        try:
+            with np.errstate(over="raise"):
+                return self._encoded(pieces)
+        except FloatingPointError as error:
+            raise UnsupportedModel(
+                f"{pieces[0][0].name} has values beyond the range of {self.type.name}: ask for BF16 or F32, or mend the checkpoint"
+            ) from error
+
+    def _encoded(self, pieces: list[tuple[Tensor, int, int]]) -> U8:
         as_stored = all(tensor.dtype == self.type.name for tensor, _, _ in pieces)
         if as_stored and self.placement.transform is None:
             return _joined([tensor.raw_rows(a, b) for tensor, a, b in pieces])

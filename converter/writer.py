@@ -7,7 +7,10 @@ they are called: a tensor is its name, shape, type and a function from a range o
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -94,11 +97,12 @@ def write_files(
     otherwise or a file does not read back as planned.
     """
     folder = next(iter(files.values())).path.parent
-    made = [f for f in (folder, *folder.parents) if not f.exists()]
+    made = [f for f in (folder, *folder.parents) if not os.path.lexists(f)]
     started: dict[str, _Started] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for key, file in files.items():
+            _sweep(file.path)
             started[key] = _Started(file)
         _check_space(started.values())
         _write_data(started.values(), progress)
@@ -106,9 +110,12 @@ def write_files(
             one.check()
         check({key: one.path for key, one in started.items()})
         for one in started.values():
-            os.replace(one.path, one.file.path)
-        made = []
-        return {key: one.n_bytes for key, one in started.items()}
+            one.put_in_place()
+        n_bytes = {key: one.n_bytes for key, one in started.items()}
+        for one in started.values():
+            one.close()
+        made, started = [], {}
+        return n_bytes
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
@@ -128,9 +135,11 @@ class _Started:
 
     def __init__(self, file: GGUFFile):
         self.file = file
-        self.path = file.path.with_name(f".{file.path.name}.{os.getpid()}.part")
+        self.path = _part(file.path, secrets.token_hex(4))
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
+            with suppress(OSError):  # a file system without locks: then nothing is ever swept there
+                fcntl.flock(self.fd, fcntl.LOCK_EX)
             file.header.write_header_to_file(self.path)
             file.header.write_kv_data_to_file()
             file.header.write_ti_data_to_file()
@@ -161,11 +170,35 @@ class _Started:
         if planned != [(t.name, tuple(t.shape), int(t.type), t.offset) for t in found.values()]:
             raise OutputFailed(f"{self.file.path} does not read back as it was planned")
 
+    def put_in_place(self) -> None:
+        os.replace(self.path, self.file.path)
+        self.path = self.file.path
+
     def discard(self) -> None:
+        """Removes the file, wherever it is by now."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.path.unlink(missing_ok=True)
+
+
+def _part(path: Path, tag: str) -> Path:
+    return path.with_name(f".{path.name}.{tag}.part")
+
+
+def _sweep(path: Path) -> None:
+    """Removes what killed conversions left of a file; one that still runs holds a lock."""
+    for part in path.parent.glob(_part(Path(glob.escape(path.name)), "*").name):
+        with suppress(OSError):
+            fd = os.open(part, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(fd)
 
 
 def _check_space(started: Collection[_Started]) -> None:

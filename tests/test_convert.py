@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +306,54 @@ def test_model_card_describes_whatever_it_holds(tmp_path: Path) -> None:
     assert "general.license" not in header_of(convert(folder, tmp_path / "out", force=True).main).keys
 
 
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz")
+)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        *(
+            "name: [x]",
+            "model_name: {a: b}",
+            "license: {a: b}",
+            "license: [[mit]]",
+            "base_model: [{name: [x]}]",
+        ),
+        *(
+            "base_model: [[x]]",
+            "tags: [{a: b}]",
+            "tags: [[a]]",
+            "tags: &a [x, *a]",
+            'license: "\\ud83d"',
+            BOMB,
+        ),
+        *(
+            "language: !!set {a}",
+            "tags: !!omap [a: b]",
+            "license: !!binary aGk=",
+            "1: 2",
+            "datasets: [null, 1]",
+        ),
+        "author: 0x" + "f" * 5000,
+    ],
+    ids=lambda card: card[:20],
+)
+def test_model_card_of_any_shape_is_no_reason_to_stop(card: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (folder / "README.md").write_text(f"---\n{card}\n---\n")
+    assert header_of(convert(folder, tmp_path / "out").main).keys["general.type"] == "model"
+
+
+def test_the_configs_own_name_is_used_if_it_is_one(tmp_path: Path) -> None:
+    for i, (given, found) in enumerate({"org/Some-Model": "Some Model", 5: "T", "a\ud800": "A?"}.items()):
+        config = tiny_config("qwen35", "tied") | {"_name_or_path": given}
+        folder = make_checkpoint(tmp_path / str(i), config={}, name="T")
+        (folder / "config.json").write_text(json.dumps(config))
+        assert header_of(convert(folder, tmp_path / f"out{i}").main).keys["general.name"] == found
+
+
 def test_generation_config_becomes_sampling_keys(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     write_json(
@@ -327,6 +377,20 @@ def test_generation_config_becomes_sampling_keys(tmp_path: Path) -> None:
     }
     kinds = [header.key_types[name][0].name for name in ("general.sampling.temp", "general.sampling.top_k")]
     assert kinds == ["FLOAT32", "INT32"]
+
+
+def test_sampling_settings_that_no_key_can_hold_say_nothing(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    odd = {
+        "temperature": 1e300,
+        "top_k": 2**40,
+        "top_p": float("nan"),
+        "min_p": 10**400,
+        "mirostat": -(2**40),
+    }
+    (folder / "generation_config.json").write_text(json.dumps(odd | {"repetition_penalty": float("inf")}))
+    header = header_of(convert(folder, tmp_path / "out").main)
+    assert not [name for name in header.keys if name.startswith("general.sampling.")]
 
 
 def test_sidecar_alone_and_default_types(tmp_path: Path) -> None:
@@ -385,6 +449,94 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
     refused(BadShard, "is truncated", good)
 
 
+ROPE = tiny_config("qwen35", "tied")["rope_parameters"]
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *({"rms_norm_eps": value} for value in (-1, 10**400, 1e300, float("nan"), float("inf"), True)),
+        *({"rope_parameters": ROPE | {"rope_theta": value}} for value in (1e39, "1e6", -1)),
+        *(
+            {"rope_parameters": ROPE | {"mrope_section": value}}
+            for value in (5, [2**40], [True], [-1], [1] * 5)
+        ),
+        *(
+            {"rope_parameters": ROPE | {"partial_rotary_factor": v}}
+            for v in ("0.25", float("nan"), -4, 1e30, 0)
+        ),
+        *(
+            {"rope_parameters": YARN | {"original_max_position_embeddings": value}}
+            for value in ("x", -4, 0, None)
+        ),
+        *({"rope_parameters": YARN | {"factor": value}} for value in (None, "4")),
+        {"rope_parameters": ROPE | {"rope_type": ["yarn"]}},
+        {"rope_parameters": ["yarn"]},
+        {"layer_types": [["linear_attention"]] * 4},
+        {"num_hidden_layers": 2**31 - 1, "layer_types": None},
+        {"linear_num_value_heads": 2**30},
+        {"linear_num_key_heads": 3},
+        {"quantization_config": "fp8"},
+        {"text_config": {"architectures": []}},
+    ],
+    ids=lambda edit: str(edit)[:60],
+)
+def test_a_value_that_cannot_be_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, config=tiny_config("qwen35", "tied") | edit)
+    with pytest.raises(BadConfig, match=r"^config\.json ") as error:
+        convert(folder, tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("edit", [{"num_experts": 2**30}, {"num_experts_per_tok": 5}], ids=str)
+def test_a_number_of_experts_that_cannot_be_is_named(edit: dict[str, Any], tmp_path: Path) -> None:
+    for variant in ("single", "fused"):
+        config = tiny_config("qwen35moe", variant) | edit
+        folder = make_checkpoint(tmp_path, "qwen35moe", variant, config=config)
+        with pytest.raises(BadConfig, match="num_experts"):
+            convert(folder, tmp_path / "out")
+
+
+def test_values_that_are_null_are_not_there(tmp_path: Path) -> None:
+    rope = dict.fromkeys(("rope_theta", "mrope_section", "partial_rotary_factor"), None)
+    config = tiny_config("qwen35", "tied") | {"rope_parameters": rope, "rope_theta": 5000.0}
+    result = convert(make_checkpoint(tmp_path, config=config), tmp_path / "out")
+    keys = header_of(result.main).keys
+    assert keys["qwen35.rope.freq_base"] == 5000 and keys["qwen35.rope.dimension_count"] == 8
+    assert list(keys["qwen35.rope.dimension_sections"]) == [11, 11, 10, 0]
+
+
+def test_a_second_spelling_of_the_rope_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    config = tiny_config("qwen35", "tied") | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    result = convert(make_checkpoint(tmp_path, config=config), tmp_path / "out")
+    assert "rope_scaling" in result.warnings[0] and "rope_parameters is used" in result.warnings[0]
+
+
+@pytest.mark.parametrize("index", ["1", "999", "1000000000", "9" * 5000, "\u0663", "x"])
+def test_a_block_that_no_head_has_is_refused(index: str, tmp_path: Path) -> None:
+    for prefix in ("mtp.", "model."):
+        tensors = tiny_tensors("qwen35", "tied")
+        tensors[f"{prefix}layers.{index}.strange"] = tensors["mtp.norm.weight"]
+        folder = make_checkpoint(tmp_path, tensors=tensors, name=f"{prefix}x")
+        with pytest.raises(
+            (TensorMismatch, UnsupportedModel), match=r"no place for|blocks|hold \d+ layers|missing"
+        ):
+            convert(folder, tmp_path / "out")
+        shutil.rmtree(folder)
+
+
+def test_values_beyond_a_types_range_are_an_error(tmp_path: Path) -> None:
+    tensors = tiny_tensors("qwen35", "tied")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name].astype(np.float32) * 1e6).astype(ml_dtypes.bfloat16)
+    folder = make_checkpoint(tmp_path, tensors=tensors)
+    with pytest.raises(UnsupportedModel, match=f"{re.escape(name)} has values beyond the range of F16"):
+        convert(folder, tmp_path / "out", "F16")
+    assert not (tmp_path / "out").exists()
+    assert convert(folder, tmp_path / "out", "BF16").main
+
+
 def test_existing_files_are_refused_and_kept_without_force(tmp_path: Path) -> None:
     folder, out = make_checkpoint(tmp_path), tmp_path / "out"
     out.mkdir()
@@ -394,6 +546,76 @@ def test_existing_files_are_refused_and_kept_without_force(tmp_path: Path) -> No
         convert(folder, out)
     assert files_in(out) == [target.name] and target.read_text() == "mine"
     assert convert(folder, out, force=True).sidecar == target and target.stat().st_size > 4
+
+
+def test_a_folder_in_a_files_place_is_refused_with_force_too(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+    (out / "mtp-tiny-qwen35-tied-Q8_0.gguf").mkdir(parents=True)
+    with pytest.raises(OutputExists, match="as a folder"):
+        convert(folder, out, force=True)
+    assert files_in(out) == ["mtp-tiny-qwen35-tied-Q8_0.gguf"]
+
+
+def test_a_conversion_that_was_faster_is_not_overwritten(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+
+    def other(done: int, total: int, name: str) -> None:
+        if done == total:
+            (out / "tiny-qwen35-tied-Q8_0.gguf").write_text("the other's")
+
+    with pytest.raises(OutputExists):
+        convert(folder, out, progress=other)
+    assert files_in(out) == ["tiny-qwen35-tied-Q8_0.gguf"]
+    assert (out / "tiny-qwen35-tied-Q8_0.gguf").read_text() == "the other's"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "no"), KeyboardInterrupt()], ids=repr)
+def test_a_pair_is_put_in_place_whole_or_not_at_all(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.os, "replace", _fail_after(1, error, os.replace))
+    with pytest.raises((OutputFailed, KeyboardInterrupt)):
+        convert(make_checkpoint(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_conversion_left_is_removed_and_what_a_running_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+    out.mkdir()
+    dead, alive = (out / f".tiny-qwen35-tied-Q8_0.gguf.{tag}.part" for tag in ("1", "2"))
+    dead.write_text("a lot")
+    with alive.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        convert(folder, out)
+        assert alive.exists() and not dead.exists()
+    assert len(files_in(out)) == 3
+
+
+def test_two_conversions_at_once_into_one_folder(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+    inner: list[ConvertResult] = []
+
+    def once(done: int, total: int, name: str) -> None:
+        if not inner:
+            inner.append(convert(folder, out))
+
+    with pytest.raises(OutputExists):
+        convert(folder, out, progress=once)
+    assert files_in(out) == ["mtp-tiny-qwen35-tied-Q8_0.gguf", "tiny-qwen35-tied-Q8_0.gguf"]
+    assert (
+        check_pair(open_main(out / files_in(out)[1]), open_sidecar(out / files_in(out)[0])).status
+        == "verified"
+    )
+
+
+def test_a_name_that_is_too_long_or_no_utf8(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    for out, name in ((tmp_path / "out", "n" * 300), (tmp_path / ("n" * 5000), "n")):
+        with pytest.raises(OutputFailed, match="File name too long"):
+            convert(folder, out, name=name)
+    assert header_of(convert(folder, tmp_path / "out", name="a\udcffb").main).keys["general.name"] == "a?b"
 
 
 def test_too_small_a_disk_is_noticed_before_any_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

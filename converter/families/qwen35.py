@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from llama_sidecar.converter.config import Config, Key, shared_keys
-from llama_sidecar.converter.errors import BadConfig, TensorMismatch
+from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number, shared_keys
+from llama_sidecar.converter.errors import BadConfig, TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import F32, Layout, Placement, place
+from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 ARCH = "qwen35"
 CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 DROPPED = re.compile(r"^(model\.)?visual\.|\.rotary_emb\.inv_freq$")
+MAX_HEADS = 1024  # more than any model has: a larger number is a damaged configuration
 
 BlockPart = Callable[
     [Config, str, str, Collection[str]], Iterator[Placement]
@@ -42,7 +44,7 @@ def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]
 
 def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
     """The keys that this whole line of families shares."""
-    n_layers = config.integer("num_hidden_layers")
+    n_layers = config.integer("num_hidden_layers", MAX_BLOCKS)
     result: dict[str, Key] = {
         "ssm.conv_kernel": config.integer("linear_conv_kernel_dim"),
         "ssm.state_size": config.integer("linear_key_head_dim"),
@@ -50,7 +52,7 @@ def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
         "ssm.time_step_rank": config.integer("linear_num_value_heads"),
         "ssm.inner_size": config.integer("linear_value_head_dim") * config.integer("linear_num_value_heads"),
         "full_attention_interval": _interval(config),
-        "rope.dimension_count": int(_head_dim(config) * config.rope.get("partial_rotary_factor", 0.25)),
+        "rope.dimension_count": _n_rotary(config),
     }
     recurrent = recurrent_layers(config)
     if recurrent != [(i + 1) % _interval(config) != 0 for i in range(n_layers)]:
@@ -64,14 +66,14 @@ def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
 
 def recurrent_layers(config: Config) -> list[bool]:
     """Which trunk layers are gated-delta layers: `layer_types`, or all but every `full_attention_interval`-th."""
-    n_layers = config.integer("num_hidden_layers")
+    n_layers = config.integer("num_hidden_layers", MAX_BLOCKS)
     types = config.get("layer_types")
     if types is None:
         return [(i + 1) % _interval(config) != 0 for i in range(n_layers)]
     if (
         not isinstance(types, list)
         or len(types) != n_layers
-        or not set(types) <= {"linear_attention", "full_attention"}
+        or not all(kind in ("linear_attention", "full_attention") for kind in types)
     ):
         raise BadConfig(
             f"config.json has layer_types = {types!r}; expected {n_layers} times 'linear_attention' or 'full_attention'"
@@ -89,6 +91,19 @@ def _head_dim(config: Config) -> int:
     return config.integer("hidden_size") // config.integer("num_attention_heads")
 
 
+def _n_rotary(config: Config) -> int:
+    share = checked_number("partial_rotary_factor", config.rope.get("partial_rotary_factor", 0.25), 1)
+    return checked_integer("head_dim * partial_rotary_factor", int(_head_dim(config) * share))
+
+
+def delta_heads(config: Config) -> tuple[int, int]:
+    """The numbers of key heads and value heads of the gated-delta layers."""
+    n_k, n_v = (config.integer(f"linear_num_{part}_heads", MAX_HEADS) for part in ("key", "value"))
+    if n_v % n_k:
+        raise BadConfig(f"config.json has {n_v} linear value heads for {n_k} key heads; expected a multiple")
+    return n_k, n_v
+
+
 # Values.
 
 
@@ -103,9 +118,7 @@ def minus_exp(rows: F32) -> F32:
 
 def value_heads(config: Config) -> list[int]:
     """The stored index of each value head in the order it is written: [key head][r] becomes [r][key head]."""
-    n_k, n_v = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
-    if n_v % n_k:
-        raise BadConfig(f"config.json has {n_v} linear value heads for {n_k} key heads; expected a multiple")
+    n_k, n_v = delta_heads(config)
     return [k * (n_v // n_k) + r for r in range(n_v // n_k) for k in range(n_k)]
 
 
@@ -131,7 +144,7 @@ def tile_columns(rows: F32, n_k: int, n_v: int) -> F32:
 def delta_net(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """A gated-delta mixer."""
     hidden, kernel = config.integer("hidden_size"), config.integer("linear_conv_kernel_dim")
-    n_k, n_v = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    n_k, n_v = delta_heads(config)
     head_v = config.integer("linear_value_head_dim")
     n_qk, n_value = 2 * n_k * config.integer("linear_key_head_dim"), n_v * head_v
     channels = n_qk + n_value
@@ -179,9 +192,13 @@ def layout(
 ) -> Layout:
     """Where the tensors go, with another family's gated-delta mixer or feed-forward part in place of the dense one's."""
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    n_layers, n_head_layers = config.integer("num_hidden_layers"), _n_indices(names, "mtp.")
     recurrent = recurrent_layers(config)
+    n_layers, n_head_layers = len(recurrent), _n_indices(names, "mtp.")
     _check_layers(names, recurrent)
+    if n_head_layers > 1:
+        raise UnsupportedModel(
+            f"the head has {n_head_layers} blocks (mtp.layers.*); llama.cpp drafts with exactly one here"
+        )
 
     def block(source: str, target: str, is_recurrent: bool) -> Iterator[Placement]:
         yield place(
@@ -216,9 +233,12 @@ def layout(
 
 
 def _n_indices(names: Collection[str], prefix: str) -> int:
-    """How many blocks `PREFIXlayers.I.` the names speak of; at least one if any name has the prefix."""
-    found = [name.removeprefix(f"{prefix}layers.").split(".")[0] for name in names if name.startswith(prefix)]
-    return max((int(index) + 1 if index.isdecimal() else 1 for index in found), default=0)
+    """How many blocks `PREFIXlayers.I.` the names speak of; at least one if any name has the prefix.
+
+    An index that no model has counts for nothing: its tensors find no place.
+    """
+    found = {name.removeprefix(f"{prefix}layers.").split(".")[0] for name in names if name.startswith(prefix)}
+    return max((int(index) + 1 if re.fullmatch("[0-9]{1,3}", index) else 1 for index in found), default=0)
 
 
 def _check_layers(names: Collection[str], recurrent: list[bool]) -> None:
@@ -241,8 +261,8 @@ def _warnings(config: Config, names: Collection[str], n_head_layers: int) -> Ite
         yield f"config.json says mtp_num_hidden_layers = {said}, but no tensor is called mtp.*: there is no head to write"
     elif said is not None and said != n_head_layers:
         yield f"config.json says mtp_num_hidden_layers = {said}, the tensors hold {n_head_layers}; the tensors decide"
-    if n_head_layers > 1:
-        yield f"the head has {n_head_layers} blocks; llama.cpp drafts with exactly one here"
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        yield "config.json has rope_scaling beside rope_parameters: rope_parameters is used"
     has_output, tied = "lm_head.weight" in names, config.get("tie_word_embeddings")
     if tied is False and not has_output:
         yield "config.json says the output is not tied, but there is no lm_head.weight: the embeddings serve as output"

@@ -13,6 +13,7 @@ from llama_sidecar.converter.families import Layout, Placement, Source, place, q
 
 ARCH = "qwen35moe"
 CLASSES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+MAX_EXPERTS = 1024  # llama.cpp's limit
 DROPPED = qwen35.DROPPED
 canonical = qwen35.canonical
 
@@ -22,9 +23,10 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 
 
 def expert_keys(config: Config, arch: str) -> dict[str, Key]:
+    n_experts = config.integer("num_experts", MAX_EXPERTS)
     return {
-        f"{arch}.expert_count": config.integer("num_experts"),
-        f"{arch}.expert_used_count": config.integer("num_experts_per_tok"),
+        f"{arch}.expert_count": n_experts,
+        f"{arch}.expert_used_count": config.integer("num_experts_per_tok", n_experts),
         f"{arch}.expert_feed_forward_length": config.integer("moe_intermediate_size"),
         f"{arch}.expert_shared_feed_forward_length": config.integer("shared_expert_intermediate_size"),
     }
@@ -32,7 +34,7 @@ def expert_keys(config: Config, arch: str) -> dict[str, Key]:
 
 def expert_ffn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """The router, the experts stacked in their order, and the expert that all tokens share."""
-    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts")
+    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", MAX_EXPERTS)
     ff, shared_ff = config.integer("moe_intermediate_size"), config.integer("shared_expert_intermediate_size")
     source += "mlp."
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)

@@ -25,7 +25,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 def delta_net(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """A gated-delta mixer whose projections come joined."""
     hidden, kernel = config.integer("hidden_size"), config.integer("linear_conv_kernel_dim")
-    n_k, n_v = config.integer("linear_num_key_heads"), config.integer("linear_num_value_heads")
+    n_k, n_v = qwen35.delta_heads(config)
     head_k, head_v = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
     n_value, channels = n_v * head_v, 2 * n_k * head_k + n_v * head_v
     per_key = n_value // n_k
