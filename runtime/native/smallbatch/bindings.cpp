@@ -1,13 +1,16 @@
 #include "bindings.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "kernels.h"
 #include "team.h"
 
@@ -44,10 +47,11 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     if (kernel == nullptr) throw std::invalid_argument("set '" + set + "' has no kernel for type " + std::to_string(type));
     nb::gil_scoped_release release;
     const size_t x_bytes = kernel->format.n_bytes(n_in);
-    RowBuffer prepared;
-    uint8_t * rows = prepared.reserve(n_rows * x_bytes);
-    for (size_t r = 0; r < n_rows; ++r) kernel->format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
-    multiply(*kernel, Product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, 0, n_out}, int(n_rows), n_threads);
+    RowBuffer buffer;
+    uint8_t * rows = buffer.reserve(n_rows * x_bytes);
+    prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows, n_threads);
+    const Product product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, 0, n_out};
+    multiply(*kernel, &product, 1, int(n_rows), n_threads);
 }
 
 }  // namespace
@@ -58,6 +62,23 @@ void bind_smallbatch(nb::module_ & m) {
           "type"_a, "set"_a);
     m.def("smallbatch_bind_team", [](uintptr_t handle) { return bind_team(reinterpret_cast<void *>(handle)); }, "handle"_a,
           "Takes the OpenMP runtime of the library with this dlopen handle; False when it has none.");
+    m.def(
+        "smallbatch_register",
+        [](uintptr_t handle) -> std::optional<std::string> {
+            const std::string problem = register_device(reinterpret_cast<void *>(handle));
+            return problem.empty() ? std::nullopt : std::optional(problem);
+        },
+        "handle"_a, "Registers the device with the library with this dlopen handle, once. Returns why not, or None.");
+    m.def(
+        "smallbatch_set_for",
+        [](int32_t type) {
+            const char * name = set_for(type);
+            return name == nullptr ? std::nullopt : std::optional<std::string>(name);
+        },
+        "type"_a, "The kernel set that products with weights of this ggml type use, or None.");
+    m.def("smallbatch_use_set", &use_set, "name"_a, "For tests: products use this set from now on (\"\": the fastest).");
+    m.def("smallbatch_set_placing", &set_placing, "types"_a,
+          "Models that this thread loads from now on have their matrices of these types placed with the device.");
     m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
           "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type `type`.");
 }

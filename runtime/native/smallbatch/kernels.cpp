@@ -50,4 +50,11 @@ const Kernel * find_kernel(Type type, const char * set_name) {
     return nullptr;
 }
 
+const char * set_of(const Kernel & kernel) {
+    size_t n_sets;
+    const KernelSet * set = kernel_sets(n_sets);
+    while (&kernel < set->kernels || &kernel >= set->kernels + set->n_kernels) ++set;
+    return set->name;
+}
+
 }  // namespace sidecar::smallbatch

@@ -84,4 +84,7 @@ const KernelSet * kernel_sets(size_t & n_sets);
 // The kernel for `type` in the named set, or with no name in the fastest set that runs here; null where there is none.
 const Kernel * find_kernel(Type type, const char * set_name = nullptr);
 
+// The name of the set that a kernel belongs to.
+const char * set_of(const Kernel & kernel);
+
 }  // namespace sidecar::smallbatch

@@ -16,7 +16,8 @@ function(add_kernel_set name)
     endif()
 endfunction()
 
-target_sources(_native PRIVATE smallbatch/bindings.cpp smallbatch/kernels.cpp smallbatch/team.cpp)
+target_sources(_native PRIVATE smallbatch/bindings.cpp smallbatch/device.cpp smallbatch/ggml_abi.cpp
+               smallbatch/kernels.cpp smallbatch/team.cpp)
 add_kernel_set(portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     set(avx2 -mavx2 -mfma -mf16c)

@@ -17,19 +17,27 @@ constexpr size_t line_floats = 16;          // chunks begin at a cache line of t
 using Parallel = void (*)(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
 Parallel parallel = nullptr;
 
+// Parts 0 .. n_parts-1 of a job, each done by whichever thread is free.
+template <typename Part>
 struct Job {
-    Multiply multiply;
-    Product product;
-    size_t chunk;
-    std::atomic<size_t> next;
+    const Part & part;
+    size_t n_parts;
+    std::atomic<size_t> next{0};
+
+    static void work(void * data) {
+        Job & job = *static_cast<Job *>(data);
+        size_t i;
+        while ((i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_parts) job.part(i);
+    }
 };
 
-void work(void * data) {
-    Job & job = *static_cast<Job *>(data);
-    Product part = job.product;
-    while ((part.begin = job.next.fetch_add(job.chunk, std::memory_order_relaxed)) < job.product.end) {
-        part.end = std::min(part.begin + job.chunk, job.product.end);
-        job.multiply(part);
+template <typename Part>
+void deal(size_t n_parts, size_t n_bytes, int n_threads, const Part & part) {
+    Job<Part> job{part, n_parts};
+    if (n_threads > 1 && n_parts > 1 && n_bytes > serial_bytes && parallel != nullptr) {
+        parallel(&Job<Part>::work, &job, unsigned(n_threads), 0);
+    } else {
+        Job<Part>::work(&job);
     }
 }
 
@@ -40,14 +48,25 @@ bool bind_team(void * library) {
     return parallel != nullptr;
 }
 
-void multiply(const Kernel & kernel, const Product & p, int n_rows, int n_threads) {
-    Job job{kernel.multiply[n_rows - 1], p, 0, {0}};
-    job.chunk = std::max<size_t>(1, chunk_bytes / p.row_bytes / line_floats) * line_floats;
-    if (n_threads > 1 && parallel != nullptr && p.end * p.row_bytes > serial_bytes) {
-        parallel(work, &job, unsigned(n_threads), 0);
-    } else {
-        work(&job);
-    }
+void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared, int n_threads) {
+    const size_t n_bytes = kernel.format.n_bytes(source.n_in);
+    const size_t n_rows = source.n_rows * source.n_planes;
+    deal(n_rows, n_rows * n_bytes, n_threads, [&](size_t i) {
+        const uint8_t * row = source.x + i / source.n_rows * source.plane_bytes + i % source.n_rows * source.row_bytes;
+        kernel.format.prepare(reinterpret_cast<const float *>(row), source.n_in, prepared + i * n_bytes);
+    });
+}
+
+void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_rows, int n_threads) {
+    const size_t n_out = products->end, row_bytes = products->row_bytes;
+    const size_t chunk = std::max<size_t>(1, chunk_bytes / row_bytes / line_floats) * line_floats;
+    const size_t n_chunks = (n_out + chunk - 1) / chunk;
+    deal(n_products * n_chunks, n_products * n_out * row_bytes, n_threads, [&](size_t i) {
+        Product part = products[i / n_chunks];
+        part.begin = i % n_chunks * chunk;
+        part.end = std::min(part.begin + chunk, n_out);
+        kernel.multiply[n_rows - 1](part);
+    });
 }
 
 }  // namespace sidecar::smallbatch

@@ -36,8 +36,19 @@ class RowBuffer {
 // then run on the calling thread.
 bool bind_team(void * library);
 
-// All outputs 0 .. p.end-1 of `n_rows` prepared rows. Outputs are dealt in chunks to whichever thread is free, since cores
-// differ and other programs run; each is computed whole by one thread. Small products stay on the calling thread.
-void multiply(const Kernel & kernel, const Product & p, int n_rows, int n_threads);
+// Rows of F32 values, (n_planes, n_rows, n_in), with their strides in bytes; the values of a row are contiguous.
+struct RowSource {
+    const uint8_t * x;
+    size_t n_in, n_rows, n_planes;
+    size_t row_bytes, plane_bytes;
+};
+
+// Prepares all rows for `kernel`: they come to lie one after another in `prepared`.
+void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared, int n_threads);
+
+// All outputs 0 .. end-1 of `n_products` products of the same shape, `n_rows` prepared rows each. Outputs are dealt in
+// chunks to whichever thread is free, since cores differ and other programs run; each is computed whole by one thread.
+// Small products stay on the calling thread.
+void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_rows, int n_threads);
 
 }  // namespace sidecar::smallbatch

@@ -1,0 +1,73 @@
+"""The small-batch kernels: whether this process has them, and which weights of a model they take.
+
+Thin Python over runtime/native/smallbatch. Knows types and reasons; knows nothing of models or sessions. The device is
+registered at the first wish for it, never at import, and stays for the life of the process; it computes nothing but
+products with weights that were placed with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from gguf import GGMLQuantizationType as Type
+
+from . import _native
+from .library import llama
+
+_lock = threading.Lock()
+
+
+def problem() -> str | None:
+    """Why the kernels cannot be used in this process, or None; the first call registers their device.
+
+    Raises:
+        LibraryError: llama.cpp itself cannot be used.
+
+    Example:
+        >>> problem()                               # doctest: +SKIP
+        "ggml's CPU backend was built without OpenMP"
+    """
+    with _lock:
+        return _register()
+
+
+@functools.cache
+def _register() -> str | None:
+    return _native.smallbatch_register(llama()._lib._handle)
+
+
+def kernel_set(type: Type | int) -> str | None:
+    """The kernels that products with weights of this type run on here ("avx512-vnni", ...), or None."""
+    return _native.smallbatch_set_for(int(type))
+
+
+def types() -> frozenset[Type]:
+    """The weight types that have kernels on this processor; none where the device cannot be used."""
+    if problem() is not None:
+        return frozenset()
+    return frozenset(t for t in Type if kernel_set(t) is not None)
+
+
+@contextmanager
+def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[Type]]:
+    """While it lasts, models that this thread loads have their matrices of the `wanted` types placed with the device.
+
+    The weights stay where they are (in the mapped file); matrices of other types go where llama.cpp puts them. Load with all layers on
+    the CPU. Yields the types that are placed: none where `problem()` says why.
+
+    Args:
+        wanted: weight types (default: all that have kernels).
+
+    Example:
+        >>> with placing({Type.Q8_0}):              # doctest: +SKIP
+        ...     model = llama_cpp.llama_model_load_from_file(b"model.gguf", params)
+    """
+    placed = types() if wanted is None else types() & {Type(t) for t in wanted}
+    _native.smallbatch_set_placing([int(t) for t in placed])
+    try:
+        yield placed
+    finally:
+        _native.smallbatch_set_placing([])

@@ -1,0 +1,253 @@
+#include "device.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "ggml_abi.h"
+#include "kernels.h"
+#include "team.h"
+
+namespace sidecar::smallbatch {
+
+namespace {
+
+using namespace ggml;
+
+constexpr const char * device_name = "SMALLBATCH";
+
+Library library;
+int32_t op_mul_mat = -1;
+std::string forced_set;
+thread_local uint64_t placed_types = 0;  // one bit per ggml type
+
+const char * name_of(Device *) { return device_name; }
+const char * name_of(Backend *) { return device_name; }
+const char * name_of(BufferType *) { return device_name; }
+const char * name_of(Registry *) { return device_name; }
+
+const Kernel * kernel_for(int32_t type) {
+    return find_kernel(Type(type), forced_set.empty() ? nullptr : forced_set.c_str());
+}
+
+bool is_placed(int32_t type) { return type >= 0 && type < 64 && (placed_types >> type & 1) != 0; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Buffers: the CPU's, under a type of our own
+
+extern Device device;
+Buffer * alloc_buffer(BufferType *, size_t n_bytes);
+
+BufferType weights_type{
+    {name_of, alloc_buffer, [](BufferType *) { return library.alignment(library.cpu_buffer_type()); }, nullptr, nullptr,
+     [](BufferType *) { return true; }},
+    &device,
+    nullptr,
+};
+
+Buffer * adopt(Buffer * buffer) {
+    if (buffer != nullptr) buffer->type = &weights_type;
+    return buffer;
+}
+
+Buffer * alloc_buffer(BufferType *, size_t n_bytes) { return adopt(library.alloc_buffer(library.cpu_buffer_type(), n_bytes)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What is computed here
+
+// Products with weights that lie here, and the products inside attention whose rows come from such a product: were those
+// left to the CPU backend, which computes one row otherwise than several, the widths would not agree.
+
+const Buffer * buffer_of(const Tensor & t) { return t.view_src != nullptr ? t.view_src->buffer : t.buffer; }
+
+bool lies_here(const Tensor & t) {
+    const Buffer * buffer = buffer_of(t);
+    return buffer != nullptr && buffer->type == &weights_type;
+}
+
+// Whether t's first argument, its first argument and so on lead to a product with weights that lie here.
+bool comes_from_here(const Tensor * t) {
+    for (int i = 0; t != nullptr && i < 64; ++i) {
+        if (t->op == op_mul_mat && lies_here(*t->src[0])) return true;
+        t = t->op == op_mul_mat ? t->src[1] : t->src[0];
+    }
+    return false;
+}
+
+bool has_contiguous_rows(const Tensor & t, Block block) {
+    return block.n_values != 0 && t.nb[0] == block.n_bytes && t.ne[0] % int64_t(block.n_values) == 0;
+}
+
+bool is_contiguous(const Tensor & t) {
+    return t.nb[0] == 4 && t.nb[1] == t.nb[0] * size_t(t.ne[0]) && t.nb[2] == t.nb[1] * size_t(t.ne[1]) &&
+           t.nb[3] == t.nb[2] * size_t(t.ne[2]);
+}
+
+bool supports_op(Device *, const Tensor * op) {
+    if (op->op != op_mul_mat) return false;
+    const Tensor & weights = *op->src[0];
+    const Tensor & x = *op->src[1];
+    const bool is_placed_here = lies_here(weights);
+    // The loader asks with an empty buffer and 512 rows whether weights could lie here at all.
+    if (is_placed_here && buffer_of(weights)->size == 0) return is_placed(weights.type) && weights.ne[2] == 1 && weights.ne[3] == 1;
+    if (x.ne[1] > max_rows || !(is_placed_here || comes_from_here(&x)) || kernel_for(weights.type) == nullptr) return false;
+    return x.type == type_f32 && op->type == type_f32 && op->op_params[1] != hint_hadamard && is_contiguous(*op) &&
+           has_contiguous_rows(weights, block_of(Type(weights.type))) && has_contiguous_rows(x, block_of(Type::f32)) &&
+           x.ne[3] == 1 && weights.ne[3] == 1 && x.ne[2] % weights.ne[2] == 0;
+}
+
+// One context's stream of products.
+struct Stream {
+    int n_threads = 4;  // ggml's default, until the context says otherwise
+    RowBuffer buffer;
+    std::vector<Product> products;
+
+    // The rows prepared last: q, k and v, or gate and up, have theirs in common.
+    const Tensor * x = nullptr;
+    Prepare prepared_by = nullptr;
+    uint8_t * rows = nullptr;
+
+    void product(const Tensor & op) {
+        const Tensor & weights = *op.src[0];
+        const Kernel & kernel = *kernel_for(weights.type);
+        const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
+        const size_t n_rows = size_t(op.ne[1]), n_planes = size_t(op.ne[2]);
+        const size_t x_bytes = kernel.format.n_bytes(n_in);
+        if (n_rows == 0 || n_planes == 0) return;  // a decode without outputs
+        if (x != op.src[1] || prepared_by != kernel.format.prepare) {
+            x = op.src[1];
+            prepared_by = kernel.format.prepare;
+            rows = buffer.reserve(n_rows * n_planes * x_bytes);
+            prepare(kernel, {static_cast<const uint8_t *>(x->data), n_in, n_rows, n_planes, x->nb[1], x->nb[2]}, rows, n_threads);
+        }
+        const size_t planes_per_matrix = n_planes / size_t(weights.ne[2]);  // heads that share keys and values
+        products.resize(n_planes);
+        for (size_t i = 0; i < n_planes; ++i) {
+            products[i] = {static_cast<const uint8_t *>(weights.data) + i / planes_per_matrix * weights.nb[2], weights.nb[1], n_in,
+                           rows + i * n_rows * x_bytes, x_bytes, static_cast<float *>(op.data) + i * n_rows * n_out, n_out, 0, n_out};
+        }
+        multiply(kernel, products.data(), n_planes, int(n_rows), n_threads);
+    }
+};
+
+int32_t graph_compute(Backend * backend, Graph * graph) {
+    Stream & stream = *static_cast<Stream *>(backend->context);
+    stream.x = nullptr;  // a tensor's address may mean another one in the next graph
+    try {
+        const int n_nodes = library.graph_n_nodes(graph);
+        for (int i = 0; i < n_nodes; ++i) {
+            Tensor & node = *library.graph_node(graph, i);
+            if (node.op == op_mul_mat && (node.flags & flag_compute) != 0) stream.product(node);
+        }
+    } catch (const std::bad_alloc &) {
+        return status_alloc_failed;
+    }
+    return status_success;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backend, device, registry
+
+constexpr uint8_t guid[16] = {0x5d, 0x1f, 0x0a, 0xc3, 0x77, 0x42, 0x4e, 0x19, 0x9b, 0x06, 0xe8, 0x31, 0x2c, 0xd4, 0x60, 0xaf};
+
+void free_backend(Backend * backend) {
+    delete static_cast<Stream *>(backend->context);
+    delete backend;
+}
+
+Backend * init_backend(Device *, const char *) {
+    BackendTable table{};
+    table.get_name = name_of;
+    table.free = free_backend;
+    table.graph_compute = graph_compute;
+    return new Backend{guid, table, &device, new Stream};
+}
+
+void set_n_threads(Backend * backend, int n_threads) { static_cast<Stream *>(backend->context)->n_threads = n_threads; }
+
+void get_memory(Device *, size_t * free_bytes, size_t * total_bytes) { *free_bytes = *total_bytes = 0; }
+
+const char * description(Device *) { return "llama-sidecar: matrix products of 1 to 8 rows"; }
+
+void get_properties(Device * self, Properties * properties) {
+    *properties = {name_of(self), description(self), 0, 0, device_accelerator, nullptr, false, false, true, false, true};
+}
+
+// Not the type of the weights for anybody but a loader that is placing: computed values lie in the CPU's buffers.
+BufferType * buffer_type(Device *) { return placed_types != 0 ? &weights_type : library.cpu_buffer_type(); }
+
+Buffer * buffer_from_host_ptr(Device *, void * p, size_t n_bytes, size_t) { return adopt(library.cpu_buffer_from_ptr(p, n_bytes)); }
+
+extern Registry registry;
+
+Device device{
+    {name_of, description, get_memory, [](Device *) -> int32_t { return device_accelerator; }, get_properties, init_backend,
+     buffer_type, nullptr, buffer_from_host_ptr, supports_op, [](Device *, BufferType * type) { return library.is_host(type); },
+     nullptr, nullptr, nullptr, nullptr},
+    &registry,
+    nullptr,
+};
+
+void * get_proc_address(Registry *, const char * name) {
+    return std::strcmp(name, "ggml_backend_set_n_threads") == 0 ? reinterpret_cast<void *>(set_n_threads) : nullptr;
+}
+
+Registry registry{
+    api_version,
+    {name_of, [](Registry *) -> size_t { return 1; }, [](Registry *, size_t) { return &device; }, get_proc_address},
+    nullptr,
+};
+
+// The library that holds the CPU backend, which may have been loaded apart from the one Python knows.
+void * cpu_library() {
+    Registry * cpu = library.device_registry(library.device_by_type(device_cpu));
+    Dl_info info;
+    if (dladdr(reinterpret_cast<void *>(cpu->table.get_device), &info) == 0) return nullptr;
+    return dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+}
+
+int32_t find_op_mul_mat() {
+    Context * context = library.init({1 << 16, nullptr, true});
+    Tensor * t = library.new_tensor_2d(context, type_f32, 1, 1);
+    const int32_t op = library.mul_mat(context, t, t)->op;
+    library.free(context);
+    return op;
+}
+
+std::string try_to_register(void * handle) {
+    if (std::strcmp(set_for(type_f32), "portable") == 0) return "this processor has none of the instruction sets the kernels need";
+    const std::string missing = resolve(handle, library);
+    if (!missing.empty()) return "the loaded ggml lacks " + missing;
+    const std::string differing = mismatch(library);
+    if (!differing.empty()) return differing;
+    void * cpu = cpu_library();
+    if (cpu == nullptr || !bind_team(cpu)) return "ggml's CPU backend was built without OpenMP";
+    op_mul_mat = find_op_mul_mat();
+    library.register_backend(&registry);
+    return "";
+}
+
+}  // namespace
+
+std::string register_device(void * handle) {
+    static const std::string problem = try_to_register(handle);
+    return problem;
+}
+
+const char * set_for(int32_t type) {
+    const Kernel * kernel = kernel_for(type);
+    return kernel == nullptr ? nullptr : set_of(*kernel);
+}
+
+void use_set(const std::string & name) { forced_set = name; }
+
+void set_placing(const std::vector<int32_t> & types) {
+    placed_types = 0;
+    for (int32_t type : types) {
+        if (type >= 0 && type < 64 && kernel_for(type) != nullptr) placed_types |= uint64_t(1) << type;
+    }
+}
+
+}  // namespace sidecar::smallbatch

@@ -1,0 +1,192 @@
+"""The small-batch device inside llama.cpp: equal logits at every width, and nobody else's model sees it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as T
+
+from llama_sidecar.runtime import _native, kernels, load
+from llama_sidecar.runtime.library import llama, set_verbose
+from llama_sidecar.runtime.weights import Settings, Weights, free_context, make_target_context
+
+pytestmark = pytest.mark.skipif(kernels.problem() is not None, reason=str(kernels.problem()))
+
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25}
+FILE_TYPES |= {"IQ4_XS": 30, "BF16": 32}
+SETS = [name for name in _native.smallbatch_sets() if name != "avx512-bf16"]  # which has BF16 alone
+TOKENS = np.random.default_rng(0).integers(0, 256, 300).tolist()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[models.Pair]:
+    """A recurrent pair in F32 whose rows are 256 values, as K-quants need."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"N_EMBD": 256, "N_FF": 256, "HEAD_DIM": 64, "SSM_STATE": 64}.items():
+            patch.setattr(models, name, value)
+        yield models.write_pair(tmp_path_factory.mktemp("wide"), recurrent=True)
+
+
+@pytest.fixture(scope="module")
+def file_of(pair: models.Pair) -> Any:
+    """`file_of("Q4_K")`: the main file with all its matrices in one type, made once."""
+    set_verbose(False)
+
+    def make(type: str) -> Path:
+        path = pair.main.with_name(f"{type}.gguf")
+        if not path.exists():
+            params = llama().llama_model_quantize_default_params()
+            params.ftype, params.pure, params.nthread = FILE_TYPES[type], True, 1
+            code = llama().llama_model_quantize(
+                str(pair.main).encode(), str(path).encode(), ctypes.byref(params)
+            )
+            assert code == 0
+        return path
+
+    return make
+
+
+def open_weights(path: Path, types: Sequence[T] | None = None) -> Weights:
+    with kernels.placing(types):
+        return Weights(path, with_head=False, n_gpu_layers=0, device=None)
+
+
+def logits(weights: Weights, widths: Sequence[int], *, n_prompt: int = 0, n: int = 24) -> np.ndarray:
+    """Logits of positions n_prompt .. n_prompt+n-1, decoded in blocks of these widths in turn, flash attention off."""
+    settings = Settings(flash_attn="off", threads=2)
+    context = make_target_context(weights, settings, n_ctx=512, depth=31, n_slots=0)
+    if n_prompt:
+        decode(context, TOKENS[:n_prompt], 0, 1)
+    rows, pos, turn = [], n_prompt, 0
+    while pos < n_prompt + n:
+        width = min(widths[turn % len(widths)], n_prompt + n - pos)
+        rows.append(decode(context, TOKENS[pos : pos + width], pos, width))
+        pos += width
+        turn += 1
+    free_context(context)
+    return np.concatenate(rows)
+
+
+def decode(context: Any, tokens: Sequence[int], pos: int, n_outputs: int) -> np.ndarray:
+    lib = llama()
+    batch = lib.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, pos + i, 1
+        batch.seq_id[i][0] = 0
+        batch.logits[i] = i >= len(tokens) - n_outputs
+    assert lib.llama_decode(context, batch) == 0
+    outputs = range(len(tokens) - n_outputs, len(tokens))
+    rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (256,)).copy() for i in outputs]
+    lib.llama_batch_free(batch)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("type", FILE_TYPES)
+def test_every_split_gives_the_logits_of_single_rows(type: str, file_of: Any) -> None:
+    weights = open_weights(file_of(type))
+    for n_prompt in (0, 247):  # at 256 cells llama.cpp's attention gets another block of 256
+        alone = logits(weights, [1], n_prompt=n_prompt)
+        assert np.isfinite(alone).all()
+        for widths in ([2], [3], [4], [5], [6], [7], [8], [1, 4, 2, 8, 3]):
+            assert (logits(weights, widths, n_prompt=n_prompt) == alone).all(), (widths, n_prompt)
+    weights.close()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K", "BF16"])
+def test_every_kernel_set_in_a_context(name: str, type: str, file_of: Any) -> None:
+    weights, stock = open_weights(file_of(type)), open_weights(file_of(type), [])
+    _native.smallbatch_use_set(name)
+    try:
+        alone = logits(weights, [1])
+        for widths in ([3], [8], [4, 1]):
+            assert (logits(weights, widths) == alone).all()
+    finally:
+        _native.smallbatch_use_set("")
+    assert np.abs(alone - logits(stock, [1])).max() < 1.5  # random weights amplify what rounds otherwise
+    weights.close()
+    stock.close()
+
+
+def test_attention_only_model_and_its_head(pair_of: Any) -> None:
+    made = pair_of("T", "Q8_0")
+    weights = open_weights(made.main)
+    alone = logits(weights, [1], n_prompt=240, n=32)
+    for widths in ([2], [5], [8], [3, 1, 7]):
+        assert (logits(weights, widths, n_prompt=240, n=32) == alone).all()
+    weights.close()
+
+
+def test_longer_prompts_are_the_cpu_backend_s(file_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_sidecar.runtime.weights.repacks", lambda: False)
+    ours, stock = open_weights(file_of("Q8_0")), open_weights(file_of("Q8_0"), [])
+    assert (logits(ours, [24]) == logits(stock, [24])).all()
+    assert not (logits(ours, [1]) == logits(stock, [1])).all()
+    ours.close()
+    stock.close()
+
+
+def test_a_type_that_is_not_wanted_is_not_placed(file_of: Any) -> None:
+    stock, other = open_weights(file_of("Q4_0"), []), open_weights(file_of("Q4_0"), [T.Q8_0])
+    assert (logits(stock, [1]) == logits(other, [1])).all()
+    stock.close()
+    other.close()
+
+
+def test_plain_and_speculative_text_are_equal(pair_of: Any) -> None:
+    made = pair_of("R", "Q8_0")
+    with kernels.placing() as placed, load(made.main, made.sidecar, flash_attn="off", threads=2) as model:
+        assert T.Q8_0 in placed
+        texts = []
+        for depth in (0, 1, 3, 7):
+            with model.session(ctx=512, depth=depth) as session:
+                generation = session.generate("The quick brown fox", max_tokens=48, temperature=0.0)
+                generation.read()
+                texts.append(generation.tokens)
+        assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+BESIDE = """
+import hashlib, sys, llama_cpp
+main, ours = sys.argv[1], sys.argv[2] == "with"
+if ours:
+    from pathlib import Path
+    from llama_sidecar.runtime import kernels
+    from llama_sidecar.runtime.weights import Settings, Weights, make_target_context
+    with kernels.placing() as placed:
+        assert placed
+        weights = Weights(Path(main), with_head=False, n_gpu_layers=0, device=None)
+    context = make_target_context(weights, Settings(threads=2), n_ctx=64, depth=0, n_slots=0)
+llm = llama_cpp.Llama(main, n_ctx=128, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False)
+for block in ([1, 2, 3], [4], [5, 6, 7, 8], [9], list(range(10, 40))):
+    llm.eval(block)
+print(hashlib.sha256(llm.scores[:39].tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q8_0"])
+def test_another_model_in_the_process_gives_the_same_logits(type: str, file_of: Any) -> None:
+    def run(mode: str) -> str:
+        command = [sys.executable, "-c", BESIDE, str(file_of(type)), mode]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert run("without") == run("with")
+
+
+def test_a_library_without_ggml_is_refused_with_a_reason() -> None:
+    code = """
+import ctypes
+from llama_sidecar.runtime import _native
+print(_native.smallbatch_register(ctypes.CDLL(None)._handle))
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.startswith("the loaded ggml lacks ggml_version, ")
