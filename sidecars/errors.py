@@ -53,7 +53,7 @@ class BadName(GGUFError):
 
 
 class DuplicateName(GGUFError):
-    """A key or a tensor name occurs twice."""
+    """A key, a tensor name or a token's text occurs twice."""
 
 
 class BadValueType(GGUFError):

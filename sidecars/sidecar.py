@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,7 +118,7 @@ def open_main(path: str | os.PathLike[str]) -> MainFile:
         arch=header.arch,
         width=header.uint(keys.EMBEDDING_LENGTH),
         n_layers=_n_trunk_layers(header),
-        tokens=header.strings(keys.TOKENS),
+        tokens=_tokens(header),
         head_kind=identity.kind,
         rows=fingerprint(header, keys.FINGERPRINT_ROWS),
     )
@@ -148,7 +149,7 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
         header=header,
         kind=kind.name,
         arch=header.arch,
-        tokens=header.strings(keys.TOKENS),
+        tokens=_tokens(header),
         target=kind.target(header),
         trunk=fingerprint(header, keys.FINGERPRINT_TRUNK),
         rows=fingerprint(header, keys.FINGERPRINT_ROWS),
@@ -163,6 +164,20 @@ def _n_trunk_layers(header: GGUFHeader) -> int:
             f"{header.path}: {name} is {n_heads}; fewer than its {total} blocks are expected"
         )
     return total - n_heads
+
+
+def _tokens(header: GGUFHeader) -> StringArray:
+    """The vocabulary. llama.cpp ends the process where two ids have one text (it names empty ones by itself)."""
+    tokens = header.strings(keys.TOKENS)
+    seen = set(tokens.iter_raw())
+    if len(seen) < len(tokens):
+        counts = Counter(text for text in tokens.iter_raw() if text)
+        twice = [text.decode("utf-8", "replace") for text, n in counts.items() if n > 1]
+        if twice:
+            raise errors.DuplicateName(
+                f"{header.path}: {keys.TOKENS} holds {', '.join(map(repr, twice[:5]))} more than once; a text for each id is expected"
+            )
+    return tokens
 
 
 def check_format(header: GGUFHeader) -> None:

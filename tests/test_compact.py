@@ -182,7 +182,9 @@ def test_bytes_are_known_by_their_type_or_their_spelling(tmp_path: Path) -> None
     assert spelled.tolist() == [2, 3, 4]
     assert compact.choose_rows(["word", "more", "<0x0A>"], [1, 1, 6], 1).tolist() == [2]
     sidecar = open_sidecar(
-        tiny_gguf.sidecar(tmp_path / "mtp-x.gguf", keys={"tokenizer.ggml.tokens": ["aa"] * 15 + ["Ċ"]})
+        tiny_gguf.sidecar(
+            tmp_path / "mtp-x.gguf", keys={"tokenizer.ggml.tokens": [*(f"a{i}" for i in range(15)), "Ċ"]}
+        )
     )
     assert compact.choose_rows(sidecar.tokens, None, 1).tolist() == [15]
 

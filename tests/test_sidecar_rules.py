@@ -95,6 +95,11 @@ BROKEN_SIDECARS: dict[str, tuple[str, dict[str, Any], type[errors.LlamaSidecarEr
     "two heads, one there": ("mtp", {"keys": {"qwen35.nextn_predict_layers": 2}}, errors.MissingTensors),
     "no tokens": ("mtp", {"keys": {"tokenizer.ggml.tokens": None}}, errors.MissingKey),
     "tokens are numbers": ("mtp", {"keys": {"tokenizer.ggml.tokens": [1, 2]}}, errors.WrongKey),
+    "two tokens of one text": (
+        "mtp",
+        {"keys": {"tokenizer.ggml.tokens": [*TOKENS[1:], "t3"]}},
+        errors.DuplicateName,
+    ),
     "no embeddings": ("mtp", {"tensors": {"token_embd.weight": None}}, errors.MissingTensors),
     "no final norm": ("mtp", {"tensors": {"output_norm.weight": None}}, errors.MissingTensors),
     "no enorm": ("mtp", {"tensors": {f"blk.{N_LAYERS}.nextn.enorm.weight": None}}, errors.MissingTensors),
@@ -151,6 +156,7 @@ BROKEN_MAINS: dict[str, tuple[dict[str, Any], type[errors.LlamaSidecarError]]] =
     "no block count": ({"qwen35.block_count": None}, errors.MissingKey),
     "no width": ({"qwen35.embedding_length": None}, errors.MissingKey),
     "no tokens": ({"tokenizer.ggml.tokens": None}, errors.MissingKey),
+    "two tokens of one text": ({"tokenizer.ggml.tokens": [*TOKENS[1:], "t3"]}, errors.DuplicateName),
     "all blocks are heads": ({"qwen35.nextn_predict_layers": N_LAYERS}, errors.WrongKey),
     "a short fingerprint": ({"sidecar.fingerprint.rows": "abc"}, errors.BadFingerprint),
 }
@@ -173,6 +179,12 @@ def test_each_broken_rule_of_a_main_model_has_its_error(name: str, tmp_path: Pat
     with pytest.raises(expected) as caught:
         open_main(path)
     assert type(caught.value) is expected and str(path) in str(caught.value)
+
+
+def test_tokens_without_text_are_no_duplicates(tmp_path: Path) -> None:
+    tokens = [*TOKENS[2:], "", ""]
+    path = tiny_gguf.main(tmp_path / "x.gguf", keys={"tokenizer.ggml.tokens": tokens})
+    assert list(open_main(path).tokens) == tokens
 
 
 def test_all_missing_tensors_are_named_at_once(tmp_path: Path) -> None:
