@@ -31,15 +31,11 @@ if TYPE_CHECKING:
     from .session import Session
 
 BUDGET_S = 5.0
-MAX_AGE_S = (
-    7 * 24 * 3600.0
-)  # then measured again: drivers, cooling and power plans change, and a bad hour is forgotten
+MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change, and a bad hour shall be forgotten
 MAX_TURNS = 15
 N_CTX = 512
 N_ROUNDS = 3  # drafted rounds timed in each turn
-SLOW_ROW_S = (
-    0.05  # where a row takes longer, the 0.2 ms of a first decode's new graph are not worth a second decode
-)
+SLOW_ROW_S = 0.05  # for slower rows, the 0.2 ms of a first decode's new graph are not worth a second decode
 CALM = 1.15  # a median so far above the fastest third was disturbed
 SCHEMA = 1
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
@@ -49,12 +45,8 @@ import sys
 
 # Every row has the same columns; the first one names them. Empty cells are left out of the mean.
 '''  # of equal tokens a mixture of experts would need few experts
-OPENMP = (
-    "OMP_WAIT_POLICY",
-    "GOMP_SPINCOUNT",
-    "KMP_BLOCKTIME",
-    "OMP_PROC_BIND",
-)  # how its threads wait: it decides
+# How OpenMP's threads wait: on a busy machine it decides what a decode costs, and many small steps above all.
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_PROC_BIND")
 
 Part = tuple[str, int]  # ("plain", 1), ("rows", n) or ("draft", depth); ("other", 1) comes with the drafts
 Samples = dict[Part, list[float]]  # seconds
@@ -283,9 +275,8 @@ def _time_drafts(session: Session, tokens: Sequence[int], depth: int, deadline: 
                 break
         n_rounds, draft_s = stats.n_rounds, stats.draft_s
     text.close()
-    seconds = seconds or [
-        stats.draft_s / max(1, stats.n_rounds)
-    ]  # a text of unprintable tokens has no pieces
+    if not seconds:  # a text of unprintable tokens has no pieces
+        seconds = [stats.draft_s / max(1, stats.n_rounds)]
     other_s = stats.generate_s - stats.draft_s - stats.verify_s
     return {("draft", depth): seconds, _OTHER: [max(0.0, other_s) / max(1, stats.n_tokens - 1)]}
 
@@ -294,9 +285,8 @@ def _typical(seconds: Sequence[float]) -> float:
     """The median, or where it lies far above the fastest third, because something else ran, that third's."""
     fastest = median(sorted(seconds)[: max(1, len(seconds) // 3)])
     middle = median(seconds)
-    return max(
-        middle if middle <= CALM * fastest else fastest, 1e-9
-    )  # a clock may be too coarse for a small model
+    typical = middle if middle <= CALM * fastest else fastest
+    return max(typical, 1e-9)  # a clock may be too coarse for a small model
 
 
 def _costs(samples: Samples, depth: int, *, n_threads: int, key: str) -> Costs:

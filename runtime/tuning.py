@@ -116,7 +116,7 @@ def tune(
 
     Args:
         model: with a drafter.
-        prompts: gone through once, as far as the budget reaches.
+        prompts: gone through once, as far as the budget reaches; those that the model cannot take are left out.
         n: tokens a text, at least 2; shortened where the budget is too small.
         temperature: of all texts.
         budget_s: seconds for all of it; one prompt is always measured.
@@ -140,9 +140,7 @@ def tune(
         remembered = False
     n_fitting = (deadline - time.perf_counter()) / (N_PASSES * (costs.max_depth + 1) * costs.plain_s)
     n = min(n, max(MIN_TOKENS, int(n_fitting)))
-    usable = [prompt for prompt in prompts if len(prompt.tokens(model)) + n <= model.n_ctx]
-    if not usable:
-        raise PromptError(f"no prompt is shorter than {model.n_ctx - n} tokens: give others, or raise --ctx")
+    usable = _usable(model, prompts, n)
     passes = _run(model, usable, costs.max_depth, n, temperature, deadline, progress)
     acceptance = _acceptance([stats[-1] for stats in passes])
     return Tuning(
@@ -155,6 +153,24 @@ def tune(
         remembered=remembered,
         source=provenance(model),
     )
+
+
+def _usable(model: Model, prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """The prompts that the model can take; an error where it can take none."""
+    usable, why = [], "there is none"
+    for prompt in prompts:
+        try:
+            n_tokens = len(prompt.tokens(model))
+        except PromptError as error:  # messages, and no chat template
+            why = str(error)
+            continue
+        if 0 < n_tokens <= model.n_ctx - n:
+            usable.append(prompt)
+        else:
+            why = f"{n_tokens} tokens are not between 1 and {model.n_ctx - n}, what --ctx leaves beside -n"
+    if not usable:
+        raise PromptError(f"no prompt can be used: {why}")
+    return usable
 
 
 def _run(

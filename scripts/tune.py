@@ -58,7 +58,7 @@ def command(
     and acceptance predict it and as it was measured. The costs are kept, and the next runs choose their depth from them.
 
     \b
-    llama-sidecar tune models/Qwen3.5-0.8B-Q8_0.gguf --depth 6
+    llama-sidecar tune models/Qwen3.5-0.8B-Q8_0.gguf --prompts mine.jsonl
     """
     bar = Progress(
         TextColumn("{task.description}"),

@@ -339,13 +339,15 @@ def test_the_verdict_may_be_to_leave_it_off() -> None:
 
 def test_tune_measures_every_depth_and_remembers_the_costs(pair_of: PairOf) -> None:
     with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=2) as model:
-        found = tune(model, [Prompt("def f", "code"), Prompt("x" * 250, "code")], n=8, budget_s=1.0)
+        chat = Prompt([{"role": "user", "content": "Hi"}], "chat")
+        prompts = [Prompt("x" * 250, "code"), chat, Prompt("def f", "code")]
+        found = tune(model, prompts, n=8, budget_s=1.0)
         assert [row.depth for row in found.rows] == [0, 1, 2] and found.rows[0].speedup == 1
-        assert [prompt.content for prompt in found.prompts] == ["def f"], "the other is too long"
+        assert [prompt.content for prompt in found.prompts] == ["def f"], "too long; no template"
         assert recall(costs_key(model)) == found.costs
         with pytest.raises(PromptError, match="too few"):
             tune(model, [Prompt("def f", "code")], n=1)
-        with pytest.raises(PromptError, match="no prompt is shorter"):
+        with pytest.raises(PromptError, match="no prompt can be used: 300 tokens"):
             tune(model, [Prompt("x" * 300, "code")], n=8, budget_s=0.1)
 
 
