@@ -7,6 +7,7 @@ remembered. Until then row 0 stands in, which costs acceptance and changes no te
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from llama_sidecar.sidecars import MainFile, Sidecar
 from llama_sidecar.sidecars.compact import Compact, nearest_rows
+from llama_sidecar.sidecars.errors import TruncatedFile, UnreadableFile
 
 MAX_AT_ONCE = 64  # tokens looked up in one pass: hundreds take seconds
 
@@ -38,7 +40,7 @@ class DraftVocab:
         self._is_inside = np.zeros(head.n_vocab, dtype=bool)
         self._is_inside[head.target_ids] = True
         self._nearest: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may end a text, which looks tokens up, at any moment
 
     def count_inside(self, tokens: Sequence[int]) -> int:
         """How many of these tokens the head has rows for."""
@@ -50,10 +52,12 @@ class DraftVocab:
             return dict(self._nearest)
 
     def find_nearest(self, tokens: Iterable[int]) -> dict[int, int]:
-        """Finds the stand-ins of those tokens that have no row; at most MAX_AT_ONCE of them, found before or not."""
+        """Finds the stand-ins of those tokens that have no row; at most MAX_AT_ONCE of them, found before or not, as
+        long as the files can be read."""
         outside = [t for t in dict.fromkeys(tokens) if not self._is_inside[t]][:MAX_AT_ONCE]
         with self._lock:
             unknown = [t for t in outside if t not in self._nearest]
             if unknown:
-                self._nearest.update(nearest_rows(self._source, self._head, unknown))
-            return {t: self._nearest[t] for t in outside}
+                with contextlib.suppress(UnreadableFile, TruncatedFile):  # removed while the model is loaded
+                    self._nearest.update(nearest_rows(self._source, self._head, unknown))
+            return {t: self._nearest[t] for t in outside if t in self._nearest}

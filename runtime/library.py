@@ -6,7 +6,7 @@ fails for the library's sake: whatever is wrong is a `LibraryError` when a model
 
 from __future__ import annotations
 
-import ctypes
+import re
 import threading
 from types import ModuleType
 from typing import cast
@@ -87,24 +87,20 @@ def _layout_problem(module: ModuleType) -> str | None:
     return "llama.cpp's structs are laid out otherwise: " + ", ".join(wrong) if wrong else None
 
 
-LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def set_verbose(verbose: bool) -> None:
+    """Sends llama.cpp's log to stderr, or keeps it quiet and only its errors for `last_error`."""
+    module = llama()
+    address = () if verbose else (_native.log_callback(),)
+    module.llama_log_set(module.llama_log_callback(*address), None)
 
 
-def set_log(module: ModuleType, sink: list[str] | None) -> None:
-    """Sends llama.cpp's log to `sink` (appended, newest 200 lines), or to stderr when it is None."""
-    global _log
-    if sink is None:
-        _log = None
-        module.llama_log_set(LogCallback(), None)
-        return
-
-    def collect(_level: int, text: bytes | None, _user: object) -> None:
-        if text:
-            sink.append(text.decode("utf-8", "replace"))
-            del sink[:-200]
-
-    _log = LogCallback(collect)
-    module.llama_log_set(_log, None)
+def forget_errors() -> None:
+    """Makes `last_error` speak of this thread's calls from now on."""
+    _native.take_errors()
 
 
-_log: object = None
+def last_error() -> str:
+    """The last thing that llama.cpp complained of in this thread, without its function-name prefix."""
+    lines = _native.take_errors().decode("utf-8", "replace").splitlines()
+    specific = [line for line in lines if "failed to load model" not in line]
+    return re.sub(r"^\w+: ", "", (specific or lines or ["it gave no reason"])[-1].strip())

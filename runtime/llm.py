@@ -5,11 +5,13 @@ A `Model` holds weights and is shared by any number of sessions, in any threads;
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,16 +29,16 @@ from llama_sidecar.sidecars import (
 from llama_sidecar.sidecars.compact import open_compact
 
 from . import heads, placement
-from ._native import drafter_kinds
+from ._native import Turns, drafter_kinds
 from .costs import costs_for
 from .draft_vocab import DraftVocab
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
+from .library import set_verbose
 from .pace import Pace
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session
-from .turns import Turns
 from .vocab import Vocab
-from .weights import MAX_DEPTH, Settings, Weights, quiet
+from .weights import MAX_DEPTH, Settings, Weights
 
 AUTO = "auto"
 AUTO_DEPTH = (
@@ -125,7 +127,7 @@ def load(
     speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
-    quiet(verbose)
+    set_verbose(verbose)
     return Model(main_file, sidecar_file, speculation, settings, depth, draft_vocab=draft_vocab, learn=learn)
 
 
@@ -162,6 +164,20 @@ def _choose_sidecar(
     return Speculation(opened.kind, opened.path, why, match.status), opened
 
 
+_models: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+@atexit.register
+def _free_at_exit() -> None:
+    """Frees what nobody closed: some backends insist. The turns are taken for good, so that no daemon thread computes on."""
+    for model in list(_models):
+        model.turns.__enter__()
+        for session in list(model._sessions):
+            session._free()
+        model.head_weights._free()
+        model.weights._free()
+
+
 class Model:
     """Loaded weights, immutable and shareable; made by `load()`. Close it, or use it in a `with` statement."""
 
@@ -184,6 +200,7 @@ class Model:
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
         self.turns = Turns()
+        self._lock = threading.RLock()  # no session is made while it is closed
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
         self.gpu_layers = self._place(sidecar)
@@ -203,8 +220,9 @@ class Model:
                 placement.ALL_LAYERS if self.gpu_layers else 0
             )  # the drafter goes where the output goes
             self.head_weights = Weights(head, with_head=True, n_gpu_layers=n_layers, device=settings.device)
-        self.vocab = Vocab(self.weights.model)
+        self.vocab = Vocab(self.weights)
         self._closed = False
+        _models.add(self)
 
     @property
     def kind(self) -> str | None:
@@ -232,14 +250,13 @@ class Model:
             scripted: tests only: a drafter that knows the text.
 
         Raises:
-            LoadError: llama.cpp cannot make the context; SessionError: the model is closed.
+            LoadError: an option out of range, or llama.cpp cannot make the context.
+            SessionError: the model is closed.
 
         Example:
             >>> with load("demo-Q8_0.gguf") as model, model.session(ctx=1024) as session:   # doctest: +SKIP
             ...     print(session.generate("import os\\n", max_tokens=8).read())
         """
-        if self._closed:
-            raise SessionError("the model is closed")
         if spec_type not in (None, "none", "auto"):
             raise LoadError(
                 f"spec_type {spec_type!r} of a session is neither 'none' nor 'auto': the model's is {self.kind}"
@@ -247,25 +264,35 @@ class Model:
         wanted = self.depth if depth is None else depth
         if not 0 <= wanted <= MAX_DEPTH:
             raise LoadError(f"depth {wanted} is not between 0 and {MAX_DEPTH}")
-        if spec_type == "none" or (self.kind is None and scripted is None):
+        if n_slots is not None and n_slots < 0:
+            raise LoadError(f"{n_slots} rollback slots: it cannot be negative")
+        settings = self.settings if ctx is None else replace(self.settings, ctx=ctx)
+        why = self.speculation.why
+        if spec_type == "none":
+            wanted, why = 0, "it was turned off for this session"
+        elif self.kind is None and scripted is None:
             wanted = 0
-        pace = None
-        if self.paced and depth is None and scripted is None and wanted:
-            pace = Pace(costs_for(self))
-            wanted = pace.max_depth
-        why = self.speculation.why if spec_type != "none" else "it was turned off for this session"
-        session = Session(
-            self,
-            settings=self.settings,
-            n_ctx=ctx or self.n_ctx,
-            depth=wanted,
-            why=why,
-            pace=pace,
-            learn=self.learns if learn is None else learn,
-            n_slots=n_slots,
-            scripted=scripted,
-        )
-        self._sessions.add(session)
+        elif wanted == 0:
+            why = "depth 0 was asked for"
+        with self._lock:
+            if self._closed:
+                raise SessionError("the model is closed")
+            pace = None
+            if self.paced and depth is None and scripted is None and wanted:
+                pace = Pace(costs_for(self))
+                wanted = pace.max_depth
+            session = Session(
+                self,
+                settings=settings,
+                n_ctx=settings.ctx or self.n_ctx,
+                depth=wanted,
+                why=why,
+                pace=pace,
+                learn=self.learns if learn is None else learn,
+                n_slots=n_slots,
+                scripted=scripted,
+            )
+            self._sessions.add(session)
         return session
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
@@ -278,11 +305,12 @@ class Model:
 
     def close(self) -> None:
         """Closes every session and frees the weights. Idempotent."""
-        for session in list(self._sessions):
-            session.close()
-        self._closed = True
-        self.head_weights.close()
-        self.weights.close()
+        with self._lock:
+            for session in list(self._sessions):
+                session.close()
+            self._closed = True
+            self.head_weights.close()
+            self.weights.close()
 
     def __enter__(self) -> Model:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,9 @@ class Sampling:
             PromptError: an option is out of its range.
         """
         chosen = replace(self, **{name: value for name, value in options.items() if value is not None})
+        whole = isinstance(chosen.top_k, int) and isinstance(chosen.seed or 0, int)
         rules: dict[str, bool] = {
+            f"top_k {chosen.top_k!r} and seed {chosen.seed!r} are not whole numbers": not whole,
             f"temperature {chosen.temperature} is not a number of at least 0": not (
                 0 <= chosen.temperature < math.inf
             ),
@@ -71,22 +74,21 @@ def file_defaults(keys: Mapping[str, Any]) -> Sampling:
     }
     try:
         return Sampling().with_options(**found)
-    except (PromptError, TypeError):
+    except (PromptError, TypeError, ValueError):
         return Sampling()  # a file's nonsense is not the user's mistake
 
 
 class Chooser:
-    """A native chooser and what it needs kept alive. Close it when the generation ends."""
+    """A native chooser and what it needs kept alive. Close it when the generation ends; else it goes with its last reference."""
 
     def __init__(self, native: Any, free: Callable[[], None] = lambda: None) -> None:
         self.native = native
-        self._free: Callable[[], None] | None = free
+        self._free = weakref.finalize(self, free)
+        self._free.atexit = False
 
     def close(self) -> None:
-        if self._free is not None:
-            self.native = None
-            self._free()
-            self._free = None
+        self.native = None
+        self._free()
 
 
 def make_chooser(sampling: Sampling) -> Chooser:

@@ -42,7 +42,8 @@ class Session:
     """KV cache, drafter and sampler of one sequence; made by `Model.session()`.
 
     A session serves one generation at a time. A new `generate` on the thread that left an earlier one unfinished ends
-    that one; on another thread it raises. A prompt that continues all that the session holds costs only what is new.
+    that one; on another thread it raises, unless that one was cancelled or its thread has ended. A prompt that continues
+    all that the session holds costs only what is new.
 
     Args:
         depth: drafts per round at most; 0 makes a plain session, without rollback slots and hidden rows.
@@ -75,34 +76,38 @@ class Session:
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
-        self._busy = threading.Lock()
+        self._lock = threading.RLock()  # held while it is settled whose text is the session's
         self._cancelled = False
-        self._owner: int | None = None
+        self._owner: threading.Thread | None = None
         self._current: Generation | None = None
-        self._history: list[int] | None = []
+        self._history: list[int] | None = []  # what the native session holds; None while that is uncertain
         self._n_piece = min(N_PIECE, settings.batch, n_ctx)
         # Freed together and in order, by close() or with the last reference; the weights are held until then.
         self._natives: list[Any] = []
         self._contexts = contexts = list[Any]()
         weights = (model.weights, model.head_weights)
         self._free = weakref.finalize(self, _free_session, self._natives, contexts, weights)
-        target = make_target_context(
-            model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=depth if n_slots is None else n_slots
-        )
-        contexts.append(target)
-        options: dict[str, Any] = {}
-        if depth and scripted is not None:
-            self.kind = "scripted"
-            options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
-        elif depth:
-            self.kind = model.kind
-            draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
-            contexts.append(draft)
-            options = {"kind": self.kind, "draft_ctx": address(draft)}
-            if model.draft_vocab is not None:
-                self._draft_vocab = model.draft_vocab
-                options["ids"] = model.draft_vocab.ids
-        self._natives.append(_native.Session(address(target), **options))
+        self._free.atexit = False  # llm.py sees to that, when no thread computes
+        try:
+            n_slots = depth if n_slots is None else n_slots
+            target = make_target_context(model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=n_slots)
+            contexts.append(target)
+            options: dict[str, Any] = {}
+            if depth and scripted is not None:
+                self.kind = "scripted"
+                options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
+            elif depth:
+                self.kind = model.kind
+                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
+                contexts.append(draft)
+                options = {"kind": self.kind, "draft_ctx": address(draft)}
+                if model.draft_vocab is not None:
+                    self._draft_vocab = model.draft_vocab
+                    options["ids"] = model.draft_vocab.ids
+            self._natives.append(_native.Session(address(target), **options))
+        except BaseException:  # its traceback would keep the contexts longer than the weights may live
+            self._free()
+            raise
         self._stand_in(self._draft_vocab.nearest() if self._draft_vocab else {})
 
     # Generating
@@ -185,12 +190,17 @@ class Session:
             SessionError: more rows than a verification here has; the session is closed, or generating elsewhere.
         """
         self._check_prompt(list(tokens))
-        if not 1 <= n_rows <= self.depth + 1:
-            raise SessionError(f"{n_rows} rows in a decode: this session has 1 to {self.depth + 1}")
-        self._end_current()
-        with self._compute() as native:
-            self._history = None
-            return list(native.time_rows(list(tokens), n_rows, repeats))
+        n_most = min(self.depth + 1, self._settings.batch)
+        if not 1 <= n_rows <= n_most:
+            raise SessionError(f"{n_rows} rows in a decode: this session has 1 to {n_most}")
+        with self._lock:
+            self._check_taken()
+            self._end_current()
+            self._check_open()
+            with self.model.turns:
+                self._history = None
+                self._native.use_plain(False)  # the plain context has one output row
+                return list(self._native.time_rows(list(tokens), n_rows, repeats))
 
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
@@ -205,16 +215,12 @@ class Session:
     @property
     def n_restores(self) -> int:
         """How often a rewind needed the checkpoint, for want of rollback slots."""
+        self._check_open()
         return int(self._native.n_restores)
 
     def close(self) -> None:
-        """Frees the contexts. Idempotent; raises SessionError while another thread generates on it."""
-        if self.closed:
-            return
-        if not self._busy.acquire(blocking=False):
-            raise SessionError("the session is generating in another thread: cancel() it first")
-        with contextlib.ExitStack() as after:
-            after.callback(self._busy.release)
+        """Ends its text and frees the contexts. Idempotent; raises SessionError while another thread generates on it."""
+        with self._lock:
             self._end_current()
             self._free()
 
@@ -251,9 +257,12 @@ class Session:
     def _native(self) -> Any:
         return self._natives[0] if self._natives else None
 
-    def _check_prompt(self, tokens: list[int]) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise SessionError("the session is closed")
+
+    def _check_prompt(self, tokens: list[int]) -> None:
+        self._check_open()
         if not tokens:
             raise PromptError("the prompt is empty")
         if len(tokens) > self.n_ctx:
@@ -265,38 +274,30 @@ class Session:
             raise PromptError(f"token id {bad} is outside the vocabulary of {self.model.vocab.n_tokens}")
 
     def _start(self, request: _Request) -> Generation:
-        me = threading.get_ident()
-        if self._current is not None and not self._current.finished and self._owner != me:
-            request.chooser.close()
+        with self._lock:
+            self._check_taken()
+            self._end_current()
+            self._check_open()
+            self._cancelled = False
+            self._owner = threading.current_thread()
+            self._current = Generation(self, request)
+            return self._current
+
+    def _check_taken(self) -> None:
+        """Raises while there is a text here that another thread may still go on with."""
+        owner, current = self._owner, self._current
+        if owner is None or current is None or current.finished or self._cancelled:
+            return
+        if owner is not threading.current_thread() and owner.is_alive():
             raise SessionError(
                 "the session is generating in another thread: make a second session for a second text"
             )
-        self._end_current()
-        self._cancelled = False
-        self._owner = me
-        self._current = Generation(self, request)
-        return self._current
 
     def _end_current(self) -> None:
-        if self._current is not None:
-            self._current.close()
+        current = self._current
+        if current is not None:
+            current.close()
             self._current = None
-
-    @contextlib.contextmanager
-    def _compute(self) -> Iterator[Any]:
-        """The native session, while it is this session's turn. What breaks inside makes the next prompt start anew."""
-        if not self._busy.acquire(blocking=False):
-            raise SessionError("the session is generating in another thread")
-        try:
-            if self.closed:
-                raise SessionError("the session is closed")
-            with self.model.turns:
-                yield self._native
-        except BaseException:
-            self._history = None
-            raise
-        finally:
-            self._busy.release()
 
 
 def _free_session(natives: list[Any], contexts: list[Any], _weights: object) -> None:
@@ -347,14 +348,16 @@ class Generation(Iterator[str]):
         return self
 
     def __next__(self) -> str:
-        for piece in self._pieces:
-            if piece:
-                return piece
+        with _one_thread_at_a_time():
+            for piece in self._pieces:
+                if piece:
+                    return piece
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the text here. Idempotent."""
-        self._pieces.close()
+        """Ends the text here. Idempotent; raises SessionError while another thread is in a round of it."""
+        with _one_thread_at_a_time():
+            self._pieces.close()
         self._finish("cancelled")
 
     def read(self) -> str:
@@ -368,8 +371,10 @@ class Generation(Iterator[str]):
         self._request.chooser.close()
 
     def _run(self) -> Generator[str, None, None]:
+        # This generator runs in one thread at a time, which CPython sees to, and is the session's only one that has not ended:
+        # so nobody else calls the native session. `_history` is None from before a native call until all of it has worked.
         session, request, stats = self._session, self._request, self.stats
-        history = [*request.tokens]
+        native, history = session._native, [*request.tokens]
         try:
             first = self._prefill()
             if first is None:
@@ -382,26 +387,31 @@ class Generation(Iterator[str]):
                 started = time.perf_counter()
                 if session._draft_vocab is not None:
                     session._stand_in(session._draft_vocab.find_nearest(request.tokens))
-                with session._compute() as native:
+                with session.model.turns:
+                    session._history = None
                     native.catch_up()
+                    session._history = history
                 stats.prompt_s += time.perf_counter() - started
             while not self.finished:
                 if session._cancelled:
                     self._finish("cancelled")
                     break
                 started = time.perf_counter()
-                with session._compute() as native:
-                    if native.n_past >= session.n_ctx:
+                with session.model.turns:
+                    n_room = session.n_ctx - native.n_past
+                    if n_room < 1:
                         self._finish("length")
                         break
+                    session._history = None
                     depth = request.pace.depth() if request.pace else request.depth
                     session._use_plain(native, request.pace is not None and depth == 0)
-                    depth = min(depth, request.max_tokens - len(self.tokens) - 1)
+                    depth = min(depth, request.max_tokens - len(self.tokens) - 1, n_room - 1)
                     round_ = native.step(request.chooser.native, depth, request.ignore_eos)
                     n_used, shown = self._take(round_.tokens)
                     if n_used < len(round_.tokens):
                         native.keep(n_used)
                     history.extend(round_.tokens[:n_used])
+                    session._history = history
                 n_drafted, n_accepted = len(round_.drafts), round_.n_accepted
                 if request.pace is not None:
                     request.pace.observe(n_drafted, n_accepted, round_.draft_s, round_.verify_s)
@@ -417,6 +427,8 @@ class Generation(Iterator[str]):
         finally:
             self._finish("cancelled")
             self._remember()
+            if session._current is self:  # so that the session goes with its last reference
+                session._current = None
 
     def _remember(self) -> None:
         """After the text: counts its tokens, and finds stand-ins for those that the head does not have."""
@@ -452,22 +464,33 @@ class Generation(Iterator[str]):
     def _prefill(self) -> int | None:
         """Feeds the prompt, what the session already holds left out; the first token, or None when cancelled."""
         session, tokens = self._session, self._request.tokens
-        started = time.perf_counter()
-        with session._compute() as native:
-            held = session._history
+        native, started = session._native, time.perf_counter()
+        with session.model.turns:
+            held, session._history = session._history, None
             if held and not native.dirty and tokens[: len(held)] == held:
                 self.stats.n_reused = native.n_past
             else:
                 native.clear()
-            session._history = None
         todo = tokens[self.stats.n_reused :]
         while todo:
             if session._cancelled:
                 return None
             piece, todo = todo[: session._n_piece], todo[session._n_piece :]
-            with session._compute() as native:
+            with session.model.turns:
                 native.feed(piece, not todo)
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
         self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
         return first
+
+
+@contextlib.contextmanager
+def _one_thread_at_a_time() -> Iterator[None]:
+    """CPython refuses to enter a generator that runs already, with a ValueError; here in our words."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error) != "generator already executing":
+            raise
+        busy = "the session is generating in another thread: cancel() it and wait for its end"
+        raise SessionError(busy) from None

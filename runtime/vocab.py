@@ -8,25 +8,38 @@ from __future__ import annotations
 import codecs
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .errors import PromptError
+from .errors import PromptError, SessionError
 from .library import llama
+
+if TYPE_CHECKING:
+    from .weights import Weights
+
+N_PIECE_BYTES = 256  # longer pieces take a second call
 
 
 class Vocab:
-    """The vocabulary of a loaded model.
+    """The vocabulary of a loaded model, for any number of threads.
 
     Args:
-        weights: the `llama_model *`; it must outlive this object.
+        weights: what it is in; once they are closed every method raises SessionError.
     """
 
-    def __init__(self, weights: Any) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._lib = llama()
         self._weights = weights
-        self._vocab = self._lib.llama_model_get_vocab(weights)
         self.n_tokens: int = self._lib.llama_vocab_n_tokens(self._vocab)
-        self._buffer = ctypes.create_string_buffer(256)
+
+    @property
+    def _model(self) -> Any:
+        if self._weights.model is None:
+            raise SessionError("the model is closed")
+        return self._weights.model
+
+    @property
+    def _vocab(self) -> Any:
+        return self._lib.llama_model_get_vocab(self._model)
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it count as such.
@@ -44,11 +57,13 @@ class Vocab:
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token; nothing for control tokens."""
-        n = self._lib.llama_token_to_piece(self._vocab, token, self._buffer, len(self._buffer), 0, False)
-        if n < 0:
-            self._buffer = ctypes.create_string_buffer(-n)
-            n = self._lib.llama_token_to_piece(self._vocab, token, self._buffer, len(self._buffer), 0, False)
-        return self._buffer.raw[:n]
+        vocab, n_bytes = self._vocab, N_PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(n_bytes)
+            n = self._lib.llama_token_to_piece(vocab, token, buffer, n_bytes, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            n_bytes = -n
 
     def is_eog(self, token: int) -> bool:
         """Whether this token ends the text."""
@@ -70,7 +85,7 @@ class Vocab:
         """The conversation as the file's chat template writes it. Raises PromptError as `chat_tokens` does."""
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        template = self._lib.llama_model_chat_template(self._weights, None)
+        template = self._lib.llama_model_chat_template(self._model, None)
         if not template:
             raise PromptError("the file has no chat template: use `run`, which completes text as it stands")
         try:

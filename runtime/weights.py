@@ -6,7 +6,7 @@ Knows llama.cpp's parameters and its traps (facts gathered from its sources); kn
 from __future__ import annotations
 
 import functools
-import re
+import os
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any
 
 from . import placement
 from .errors import LoadError
-from .library import llama, set_log
+from .library import forget_errors, last_error, llama
 from .sampling import address
 
 N_BATCH = 512
 N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
 MAX_DEPTH = 64
-_log: list[str] = []
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Settings:
         placement.choice("flash attention", self.flash_attn, placement.FLASH_ATTN)
         placement.choice("cache type", self.cache_type_k, placement.CACHE_TYPES)
         placement.choice("cache type", self.cache_type_v, placement.CACHE_TYPES)
-        for name, value in (("threads", self.threads), ("context length", self.ctx), ("batch", self.batch)):
-            if value is not None and value < 1:
-                raise LoadError(f"{name} {value} is less than 1")
+        limits = (
+            ("threads", self.threads, MAX_THREADS),
+            ("context length", self.ctx, 2**31 - 1),
+            ("batch", self.batch, 2**31 - 1),
+        )
+        for name, value, most in limits:
+            if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+                raise LoadError(f"{name} {value!r} is not a whole number between 1 and {most}")
         if not (self.gpu_layers == "auto" or (isinstance(self.gpu_layers, int) and self.gpu_layers >= 0)):
             raise LoadError(f"gpu layers {self.gpu_layers!r} is neither 'auto' nor a number of layers")
 
     @property
     def n_threads(self) -> int:
         return self.threads or placement.default_threads()
-
-
-def quiet(verbose: bool) -> None:
-    """Keeps llama.cpp's log to itself, or sends it to stderr."""
-    set_log(llama(), None if verbose else _log)
 
 
 @functools.cache
@@ -88,11 +88,12 @@ class Weights:
         devices = placement.device_list(device) if device else None
         if devices is not None:
             params.devices = address(devices)
-        _log.clear()
-        self.model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
+        forget_errors()
+        self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
-            raise LoadError(f"llama.cpp cannot load {path}: {_reason()}")
+            raise LoadError(f"llama.cpp cannot load {path}: {last_error()}")
         self._free = weakref.finalize(self, lib.llama_model_free, self.model)
+        self._free.atexit = False  # llm.py sees to that, after the contexts
         self.path = path
         self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
 
@@ -142,18 +143,8 @@ def _params(settings: Settings, n_ctx: int) -> Any:
 
 
 def _make(weights: Weights, params: Any, role: str) -> Any:
-    _log.clear()
+    forget_errors()
     context = llama().llama_init_from_model(weights.model, params)
     if not context:
-        raise LoadError(f"llama.cpp cannot make the {role} context ({params.n_ctx} tokens): {_reason()}")
+        raise LoadError(f"llama.cpp cannot make the {role} context ({params.n_ctx} tokens): {last_error()}")
     return context
-
-
-def _reason() -> str:
-    """llama.cpp's last complaint, without its function-name prefix."""
-    lines = "".join(_log).splitlines()
-    complaints = [
-        line for line in lines if re.search(r"error|fail|cannot|unable|missing|unknown|require", line, re.I)
-    ]
-    specific = [c for c in complaints if "failed to load model" not in c]
-    return re.sub(r"^\w+: ", "", (specific or complaints or lines or ["it gave no reason"])[-1].strip())

@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "log.h"
 #include "session.h"
 #include "smallbatch/bindings.h"
 #include "turns.h"
@@ -38,6 +39,7 @@ llama_context * context_at(uintptr_t address) {
 NB_MODULE(_native, m) {
     m.doc() = "The native draft loop of llama-sidecar: see session.h, drafter.h and target.h.";
     nb::register_exception_translator(translate);
+    nb::set_leak_warnings(false);  // a daemon thread's text is not freed when the interpreter ends
 
     m.def(
         "bind",
@@ -48,6 +50,16 @@ NB_MODULE(_native, m) {
         "handle"_a, "error"_a,
         "Looks up llama.cpp's functions in the library with this dlopen handle; `error` is raised for library faults.");
     bind_smallbatch(m);
+    m.def(
+        "log_callback", [] { return reinterpret_cast<uintptr_t>(&keep_errors); },
+        "The address of a ggml_log_callback that keeps errors.");
+    m.def(
+        "take_errors",
+        [] {
+            const std::string text = take_errors();
+            return nb::bytes(text.data(), text.size());
+        },
+        "llama.cpp's errors in this thread since the last call.");
     m.def("drafter_kinds", &drafter_kinds);
     m.def(
         "argmax",
@@ -77,7 +89,9 @@ NB_MODULE(_native, m) {
     nb::class_<Turns>(m, "Turns", "A fair lock, as a context manager: sessions of one model take turns at compute.")
         .def(nb::init<>())
         .def("__enter__", &Turns::take, no_gil)
-        .def("__exit__", [](Turns & self, const nb::args &) { self.pass(); });
+        .def(
+            "__exit__", [](Turns & self, const nb::args &) { self.pass(); },
+            nb::sig("def __exit__(self, *args: object) -> None"));
 
     nb::class_<Session>(m, "Session")
         .def(
