@@ -134,6 +134,10 @@ class Pace:
 
     # Telling
 
+    def plain_in_place(self) -> None:
+        """Tells that plain rounds run in the context that drafts, for want of another: they cost its single row."""
+        self._target_s[0] = self.costs.verify_s[0]
+
     def observe(self, n_drafted: int, n_accepted: int, draft_s: float, verify_s: float) -> None:
         """Tells what a round did.
 
