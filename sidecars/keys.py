@@ -17,6 +17,7 @@ NEXTN_PREDICT_LAYERS = "{arch}.nextn_predict_layers"
 TARGET_LAYERS = "{arch}.target_layers"
 TARGET_HIDDEN_SIZE = "{arch}.target_hidden_size"
 BLOCK_SIZE = "{arch}.block_size"
+EPSILONS = ("{arch}.attention.layer_norm_rms_epsilon", "{arch}.attention.layer_norm_epsilon")
 
 VOCAB_SIZE = "{arch}.vocab_size"
 TOKENIZER_MODEL = "tokenizer.ggml.model"

@@ -112,6 +112,7 @@ def open_main(path: str | os.PathLike[str]) -> MainFile:
         raise errors.NotAMain(
             f"{path}: this is {identity}, not a main model; give the main model, and this file as its --sidecar"
         )
+    _check_epsilons(header)
     return MainFile(
         path=header.path,
         header=header,
@@ -144,6 +145,7 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
     kind = KINDS[identity.kind]
     check_format(header)
     kind.check(header)
+    _check_epsilons(header)
     return Sidecar(
         path=header.path,
         header=header,
@@ -178,6 +180,14 @@ def _tokens(header: GGUFHeader) -> StringArray:
                 f"{header.path}: {keys.TOKENS} holds {', '.join(map(repr, twice[:5]))} more than once; a text for each id is expected"
             )
     return tokens
+
+
+def _check_epsilons(header: GGUFHeader) -> None:
+    """Raise WrongKey where the constant of a norm is none: llama.cpp would end the process at the first token."""
+    for name in map(header.key, keys.EPSILONS):
+        value = header.keys.get(name, 0.0)
+        if not (isinstance(value, float) and value >= 0):
+            raise errors.WrongKey(f"{header.path}: {name} is {value!r}; a number of at least 0 is expected")
 
 
 def check_format(header: GGUFHeader) -> None:

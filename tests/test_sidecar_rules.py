@@ -181,6 +181,15 @@ def test_each_broken_rule_of_a_main_model_has_its_error(name: str, tmp_path: Pat
     assert type(caught.value) is expected and str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan"), "x", 5])
+def test_a_norms_constant_that_would_end_the_process_is_refused(value: Any, tmp_path: Path) -> None:
+    """llama.cpp asserts that it is at least 0."""
+    keys = {"qwen35.attention.layer_norm_rms_epsilon": value}
+    for make, open_it in ((tiny_gguf.main, open_main), (tiny_gguf.sidecar, open_sidecar)):
+        with pytest.raises(errors.WrongKey, match="at least 0"):
+            open_it(make(tmp_path / "x.gguf", keys=keys))
+
+
 def test_tokens_without_text_are_no_duplicates(tmp_path: Path) -> None:
     tokens = [*TOKENS[2:], "", ""]
     path = tiny_gguf.main(tmp_path / "x.gguf", keys={"tokenizer.ggml.tokens": tokens})

@@ -14,7 +14,7 @@ TOKENS = [f"t{i}" for i in range(N_VOCAB)]
 
 
 def write(path: Path, arch: str, keys: dict[str, Any], tensors: dict[str, Any], type: str = "F32") -> Path:
-    """Write a GGUF: ints as U32, lists as arrays; matrices of blocks as `type`, all else F32 (arrays of integers as they are)."""
+    """Write a GGUF: ints as U32, floats as F32, lists as arrays; matrices of blocks as `type`, all else F32 (arrays of integers as they are)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
     for name, value in keys.items():
@@ -22,6 +22,8 @@ def write(path: Path, arch: str, keys: dict[str, Any], tensors: dict[str, Any], 
             writer.add_string(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
         else:
             writer.add_array(name, value)
     for name, value in tensors.items():
