@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -48,14 +50,31 @@ def bound_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def fill_closed_streams() -> None:
+    """Gives the null device to standard streams that the caller has closed, else a file of ours would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def end_in_order() -> None:
+    """Makes SIGTERM and a closed terminal end a command as Ctrl-C does, so that nothing half-written stays."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def main(command: click.Command = cli) -> None:
     """Runs the command line (or one command); our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
+    fill_closed_streams()
+    end_in_order()
     bound_spinning()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
     try:
         command.main(prog_name=command.name, standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Abort:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
@@ -64,6 +83,12 @@ def main(command: click.Command = cli) -> None:
         sys.exit(error.exit_code)
     except LlamaSidecarError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:  # our files have errors of their own: this is mostly the output's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it goes nowhere
+        if error.errno != errno.EPIPE:
+            where = error.filename or "the output cannot be written"
+            print(f"error: {where}: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
 
 

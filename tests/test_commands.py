@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
 from click.testing import CliRunner, Result
 from conftest import PairOf
 
@@ -247,6 +248,82 @@ def test_ctrl_c_ends_run_quietly(main: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "convert", "cache", "--help"])
+def test_output_that_cannot_be_written_is_one_line(main: Path, tmp_path: Path, command: str) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no full device here")
+    arguments = {
+        "run": ["run", main, "-p", "a", "-n", "3"],
+        "inspect": ["inspect", main],
+        "convert": ["convert", make_checkpoint(tmp_path), "--out", tmp_path / "out"],
+    }.get(command, [command])
+    for unbuffered in ("", "1"):
+        with open("/dev/full", "wb") as full:
+            result = subprocess.run(
+                [*COMMAND, *map(str, arguments), *(["--force"] if command == "convert" else [])],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            )
+        assert result.returncode == 1
+        assert result.stderr.splitlines()[-1].startswith("error: the output cannot be written: No space left")
+        assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+
+
+def test_a_reader_that_is_gone_at_the_end_causes_no_complaint(main: Path) -> None:
+    script = '"$@" | (exec <&-; sleep 2); exit "${PIPESTATUS[0]}"'
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", *COMMAND, "cache"],
+        capture_output=True,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    assert result.returncode == 1 and not result.stderr
+
+
+def test_closed_standard_streams_are_no_reason_to_stop(main: Path, tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+
+    def closed(redirections: str, *arguments: object) -> subprocess.CompletedProcess[bytes]:
+        script = f'exec "$@" {redirections}'
+        return subprocess.run(
+            ["sh", "-c", script, "sh", *COMMAND, *map(str, arguments)], capture_output=True, check=False
+        )
+
+    assert closed("<&- >&- 2>&-", "convert", folder, "--out", out).returncode == 0
+    assert closed("<&- >&- 2>&-", "inspect", out / "tiny-qwen35-tied-Q8_0.gguf").returncode == 0
+    assert closed("2>&-", "run", main, "-p", "a", "-n", 3, "--verbose").returncode == 0
+    empty = closed("<&-", "run", main)
+    assert empty.returncode == 1 and empty.stderr.endswith(b"error: the prompt is empty\n")
+    assert closed("<&-", "chat", out / "tiny-qwen35-tied-Q8_0.gguf").returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_conversion_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    arguments = [
+        "llama-sidecar",
+        "convert",
+        str(make_checkpoint(tmp_path)),
+        "--out",
+        str(tmp_path / "new" / "out"),
+    ]
+    program = (
+        "import os, signal, sys, time\n"
+        "from llama_sidecar.converter import writer\n"
+        "from llama_sidecar.scripts.__main__ import main\n"
+        "kills, write = [1], writer._write_slice\n"
+        "def slow(*part):\n"
+        f"    if kills: kills.pop(); os.kill(os.getpid(), {int(number)}); time.sleep(0.3)\n"
+        "    return write(*part)\n"
+        f"writer._write_slice, sys.argv = slow, {arguments!r}\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 128 + number and "Traceback" not in result.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_terminal_without_the_characters_gets_question_marks(main: Path) -> None:
