@@ -3,14 +3,15 @@
 // the linker must never pick a copy made with wider instructions for code that runs everywhere.
 //
 // An instruction set `I` is a struct of vector operations (set_portable.cpp is the plainest). Its vectors hold I::lanes
-// 32-bit lanes. Quantised weights are taken in *groups* of I::group = lanes / 4 blocks of 32 values: vector `a` holds
-// the first 16 values of each block, vector `b` the other 16, so that each block has the same four lanes in both. The two
-// dot products are then summed as integers, and a group costs one conversion and one multiply-add:
+// 32-bit lanes. Quantised weights are taken in *packs* of I::lanes / 2 blocks of 32 values. A pack is four vectors: vector
+// v holds values 8v .. 8v+7 of each block, so that a block has the same two lanes in all four. The four dot products are
+// summed as integers before anything is converted or scaled:
 //
-//     lane:      0 .. 3       4 .. 7       8 .. 11      12 .. 15
-//     a          block 0      block 1      block 2      block 3        values 0 .. 15 of each
-//     b          block 0      block 1      block 2      block 3        values 16 .. 31 of each
-//     scale      d0 d0 d0 d0  d1 d1 d1 d1  ...
+//     lanes:    0 1   2 3       4 5   6 7       8 9   10 11     12 13   14 15
+//     block:     0     G         1    G+1        2    G+2         3      G+3        with G = I::group = I::lanes / 4
+//
+// The order comes from how packs are made: 16 bytes of each of G blocks are gathered into a vector, those of the next
+// G blocks into another, and the two are interleaved by 8 bytes.
 //
 // The rows of x are laid out in the same way when they are prepared: one signed byte a value, a scale per 32 values.
 // Instruction sets whose dot product wants unsigned bytes (x86) get x + 128, and take 128 * sum(weights) off again, which
@@ -38,14 +39,14 @@ constexpr size_t round_up(size_t n, size_t multiple) { return ceil_div(n, multip
 // ---------------------------------------------------------------------------------------------------------------------
 // Prepared rows
 
-// A prepared row of bytes: groups of {a, b, scale of each lane}, then the sums of 8 blocks per super-block.
+// A prepared row of bytes: packs of {four vectors, scale of each lane}, then the sums of 8 blocks per super-block.
 template <class I>
 struct Quantised {
-    static constexpr size_t vector_bytes = 4 * I::lanes;
-    static constexpr size_t group_bytes = 3 * vector_bytes;
+    static constexpr size_t vector_bytes = 4 * I::lanes, pack_bytes = 5 * vector_bytes;
+    static constexpr size_t pack_blocks = 2 * I::group;
 
-    static size_t n_groups(size_t n_in) { return ceil_div(n_in / k_block, I::group); }
-    static size_t sums_offset(size_t n_in) { return n_groups(n_in) * group_bytes; }
+    static size_t n_packs(size_t n_in) { return ceil_div(n_in / k_block, pack_blocks); }
+    static size_t sums_offset(size_t n_in) { return n_packs(n_in) * pack_bytes; }
     static size_t n_bytes(size_t n_in) {
         return round_up(sums_offset(n_in) + 4 * round_up(n_in / k_block, 8), 64);
     }
@@ -57,17 +58,16 @@ struct Quantised {
         memset(prepared, 0, n_bytes(n_in));
         float * sums = reinterpret_cast<float *>(prepared + sums_offset(n_in));
         for (size_t i = 0; i < n_blocks; ++i) {
-            uint8_t * group = prepared + i / I::group * group_bytes;
-            const size_t lane = i % I::group * 4;
+            uint8_t * pack = prepared + i / pack_blocks * pack_bytes;
+            const size_t in_pack = i % pack_blocks, lane = in_pack % I::group * 4 + in_pack / I::group * 2;
             int8_t q[k_block];
             int32_t sum;
             const float scale = quantise(x + i * k_block, q, sum);
-            for (size_t j = 0; j < 16; ++j) {
-                group[4 * lane + j] = uint8_t(q[j]) ^ I::x_offset;
-                group[vector_bytes + 4 * lane + j] = uint8_t(q[16 + j]) ^ I::x_offset;
+            for (size_t j = 0; j < k_block; ++j) {
+                pack[j / 8 * vector_bytes + 4 * lane + j % 8] = uint8_t(q[j]) ^ I::x_offset;
             }
-            float * scales = reinterpret_cast<float *>(group + 2 * vector_bytes) + lane;
-            for (size_t j = 0; j < 4; ++j) scales[j] = scale;
+            float * scales = reinterpret_cast<float *>(pack + 4 * vector_bytes) + lane;
+            scales[0] = scales[1] = scale;
             sums[i] = scale * float(sum);
         }
     }
@@ -107,134 +107,160 @@ struct Floats {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Weight types. A type's Unit reads I::group blocks of 32 values, or one super-block, and hands out groups. Pointers and
-// shifts are given per block of the group, so that each instruction set gathers in its own way.
+// Weight types. A type's Unit is a pack of its blocks, or one super-block, and hands out packs. Where bytes and scales lie
+// is said per block of the pack, so that each instruction set gathers in its own way.
 
 template <class I>
-struct Group {
-    typename I::bytes a, b;
-    typename I::floats scale_a, scale_b;  // scale_b only where the two halves of a block have scales of their own
+struct Pack {
+    typename I::bytes v[4];
+    typename I::floats scale, scale_16;  // scale_16, of v[2] and v[3], only where 16 values have a scale of their own
 };
 
-template <class I>
-SMALLBATCH_INLINE Group<I> one_scale(typename I::bytes a, typename I::bytes b, typename I::floats scale) {
-    return {a, b, scale, scale};
-}
-
-inline uint32_t load32(const uint8_t * p) {
+inline uint32_t load_u32(const uint8_t * p) {
     uint32_t value;
     memcpy(&value, p, sizeof value);
     return value;
+}
+
+// Two gathered vectors of 4-bit codes, values 0 .. 15 in the low nibbles and 16 .. 31 in the high ones.
+template <class I, class F>
+SMALLBATCH_INLINE Pack<I> pack_of_codes(typename I::bytes first, typename I::bytes second, typename I::floats scale, F decode) {
+    const auto low = I::interleave_low(first, second), high = I::interleave_high(first, second);
+    return {{decode(I::low_nibbles(low)), decode(I::low_nibbles(high)), decode(I::high_nibbles(low)),
+             decode(I::high_nibbles(high))},
+            scale,
+            scale};
 }
 
 // The signed values of the 4-bit codes of IQ4_NL and IQ4_XS (facts: ggml-common.h).
 alignas(16) constexpr int8_t nonlinear_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                      1,    13,   25,  38,  53,  69,  89,  113};
 
-struct Q8_0 {
-    static constexpr Type type = Type::q8_0;
+struct Plain {  // what most types are
     static constexpr bool has_minima = false, two_scales = false;
+};
+
+struct Q8_0 : Plain {
+    static constexpr Type type = Type::q8_0;
     template <class I>
     struct Unit {
-        static constexpr int n_blocks = I::group, n_groups = 1;
+        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
         const uint8_t * w;
-        SMALLBATCH_INLINE Group<I> group(int) const {
+        SMALLBATCH_INLINE Pack<I> pack(int) const {
             const uint8_t * p = w;
-            return one_scale<I>(I::gather([p](int b) { return p + 34 * b + 2; }), I::gather([p](int b) { return p + 34 * b + 18; }),
-                    I::halves([p](int b) { return p + 34 * b; }));
+            typename I::bytes a[2], b[2];  // values 0 .. 15 and 16 .. 31
+            for (int g = 0; g < 2; ++g) {
+                I::gather32([=](int block) { return p + 34 * (I::group * g + block) + 2; }, a[g], b[g]);
+            }
+            const auto scale = I::halves([p](int block) { return p + 34 * block; });
+            return {{I::interleave_low(a[0], a[1]), I::interleave_high(a[0], a[1]), I::interleave_low(b[0], b[1]),
+                     I::interleave_high(b[0], b[1])},
+                    scale,
+                    scale};
         }
     };
 };
 
 // 4-bit codes of 32 values: the low nibbles are the first 16, the high ones the other 16.
-struct Q4_0 {
+template <class I, class F>
+SMALLBATCH_INLINE Pack<I> pack_of_18_bytes(const uint8_t * p, F decode) {
+    return pack_of_codes<I>(I::gather([p](int b) { return p + 18 * b + 2; }),
+                            I::gather([p](int b) { return p + 18 * (I::group + b) + 2; }),
+                            I::halves([p](int b) { return p + 18 * b; }), decode);
+}
+
+struct Q4_0 : Plain {
     static constexpr Type type = Type::q4_0;
-    static constexpr bool has_minima = false, two_scales = false;
     template <class I>
     struct Unit {
-        static constexpr int n_blocks = I::group, n_groups = 1;
+        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
         const uint8_t * w;
-        SMALLBATCH_INLINE Group<I> group(int) const {
-            const uint8_t * p = w;
-            const auto codes = I::gather([p](int b) { return p + 18 * b + 2; });
-            return one_scale<I>(I::subtract(I::low_nibbles(codes), 8), I::subtract(I::high_nibbles(codes), 8),
-                    I::halves([p](int b) { return p + 18 * b; }));
+        SMALLBATCH_INLINE Pack<I> pack(int) const {
+            return pack_of_18_bytes<I>(w, [](typename I::bytes codes) { return I::subtract(codes, 8); });
         }
     };
 };
 
-struct IQ4_NL {
+struct IQ4_NL : Plain {
     static constexpr Type type = Type::iq4_nl;
-    static constexpr bool has_minima = false, two_scales = false;
     template <class I>
     struct Unit {
-        static constexpr int n_blocks = I::group, n_groups = 1;
+        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
         const uint8_t * w;
-        SMALLBATCH_INLINE Group<I> group(int) const {
-            const uint8_t * p = w;
-            const auto codes = I::gather([p](int b) { return p + 18 * b + 2; });
-            return one_scale<I>(I::look_up(nonlinear_values, I::low_nibbles(codes)),
-                    I::look_up(nonlinear_values, I::high_nibbles(codes)),
-                    I::halves([p](int b) { return p + 18 * b; }));
+        SMALLBATCH_INLINE Pack<I> pack(int) const {
+            return pack_of_18_bytes<I>(w, [](typename I::bytes codes) { return I::look_up(nonlinear_values, codes); });
         }
     };
+};
+
+template <class I>
+struct SuperBlock {
+    static constexpr int n_blocks = 1, n_packs = 4 / I::group;
+    static constexpr int pack_blocks = 2 * I::group;
 };
 
 // {d, scales_h (2 bits x 8), scales_l (4 bits x 8), 128 bytes of codes, 16 a block}
-struct IQ4_XS {
+struct IQ4_XS : Plain {
     static constexpr Type type = Type::iq4_xs;
-    static constexpr bool has_minima = false, two_scales = false;
     template <class I>
-    struct Unit {
-        static constexpr int n_blocks = 1, n_groups = 8 / I::group;
+    struct Unit : SuperBlock<I> {
         const uint8_t * w;
         float scale[8];
         SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : w(block) {
             const float d = I::half(w);
-            const uint32_t high = load32(w) >> 16, low = load32(w + 4);
+            const uint32_t high = load_u32(w) >> 16, low = load_u32(w + 4);
             for (int j = 0; j < 8; ++j) {
                 scale[j] = d * float(int(((low >> (4 * j)) & 15) | (((high >> (2 * j)) & 3) << 4)) - 32);
             }
         }
-        SMALLBATCH_INLINE Group<I> group(int g) const {
-            const uint8_t * p = w + 8 + 16 * I::group * g;
-            const auto codes = I::gather([p](int b) { return p + 16 * b; });
-            return one_scale<I>(I::look_up(nonlinear_values, I::low_nibbles(codes)),
-                    I::look_up(nonlinear_values, I::high_nibbles(codes)), I::spread(scale + I::group * g));
+        SMALLBATCH_INLINE Pack<I> pack(int i) const {
+            const uint8_t * p = w + 8 + 16 * this->pack_blocks * i;
+            return pack_of_codes<I>(I::gather([p](int b) { return p + 16 * b; }),
+                                    I::gather([p](int b) { return p + 16 * (I::group + b); }),
+                                    I::spread(scale + this->pack_blocks * i),
+                                    [](typename I::bytes codes) { return I::look_up(nonlinear_values, codes); });
         }
     };
 };
 
-// Eight 6-bit scales and eight 6-bit minima in 12 bytes, as Q4_K and Q5_K pack them.
+// Eight 6-bit scales and eight 6-bit minima in 12 bytes, as Q4_K and Q5_K pack them; and their nibbles: blocks 2j and
+// 2j+1 are the low and the high ones of bytes 32j .. 32j+31.
 template <class I>
-struct ScalesAndMinima {
+struct SuperBlockWithMinima : SuperBlock<I> {
     float scale[8], minimum[8];
-    SMALLBATCH_INLINE explicit ScalesAndMinima(const uint8_t * block) {
-        const uint32_t p = load32(block + 4), q = load32(block + 8), r = load32(block + 12);
+
+    SMALLBATCH_INLINE explicit SuperBlockWithMinima(const uint8_t * block) {
+        const uint32_t p = load_u32(block + 4), q = load_u32(block + 8), r = load_u32(block + 12);
         const uint32_t scales[2] = {p & 0x3f3f3f3f, (r & 0x0f0f0f0f) | ((p >> 2) & 0x30303030)};
         const uint32_t minima[2] = {q & 0x3f3f3f3f, ((r >> 4) & 0x0f0f0f0f) | ((q >> 2) & 0x30303030)};
         I::scale_bytes(scales, I::half(block), scale);
         I::scale_bytes(minima, I::half(block + 2), minimum);
     }
+
+    // The pack's nibbles of 16 values; `low` gets the first 8 of each block.
+    static SMALLBATCH_INLINE void nibbles(const uint8_t * p, int first, typename I::bytes & low, typename I::bytes & high) {
+        const auto a = I::gather_pairs([=](int b) { return p + (first + b) / 2 * 32; });
+        const auto b = I::gather_pairs([=](int j) { return p + (first + I::group + j) / 2 * 32; });
+        const auto n_bits = [=](int j) { return (first + j) % 2 * 4; };
+        low = I::low_nibbles(I::shift_right(I::interleave_low(a, b), n_bits));
+        high = I::low_nibbles(I::shift_right(I::interleave_high(a, b), n_bits));
+    }
 };
 
-// Blocks 2j and 2j+1 are the low and the high nibbles of bytes 32j .. 32j+31.
 struct Q4_K {
     static constexpr Type type = Type::q4_k;
     static constexpr bool has_minima = true, two_scales = false;
     template <class I>
-    struct Unit : ScalesAndMinima<I> {
-        static constexpr int n_blocks = 1, n_groups = 8 / I::group;
+    struct Unit : SuperBlockWithMinima<I> {
         const uint8_t * w;
-        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : ScalesAndMinima<I>(block), w(block) {}
-        SMALLBATCH_INLINE typename I::bytes codes(int g, int half) const {
-            const uint8_t * p = w + 16 + 16 * half;
-            const int first = I::group * g;
-            const auto bytes = I::gather([=](int b) { return p + (first + b) / 2 * 32; });
-            return I::low_nibbles(I::shift_right(bytes, [=](int b) { return (first + b) % 2 * 4; }));
-        }
-        SMALLBATCH_INLINE Group<I> group(int g) const {
-            return one_scale<I>(codes(g, 0), codes(g, 1), I::spread(this->scale + I::group * g));
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : SuperBlockWithMinima<I>(block), w(block) {}
+        SMALLBATCH_INLINE Pack<I> pack(int i) const {
+            const int first = this->pack_blocks * i;
+            Pack<I> result;
+            this->nibbles(w + 16, first, result.v[0], result.v[1]);
+            this->nibbles(w + 32, first, result.v[2], result.v[3]);
+            result.scale = result.scale_16 = I::spread(this->scale + first);
+            return result;
         }
     };
 };
@@ -244,21 +270,20 @@ struct Q5_K {
     static constexpr Type type = Type::q5_k;
     static constexpr bool has_minima = true, two_scales = false;
     template <class I>
-    struct Unit : ScalesAndMinima<I> {
-        static constexpr int n_blocks = 1, n_groups = 8 / I::group;
+    struct Unit : SuperBlockWithMinima<I> {
         const uint8_t * w;
-        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : ScalesAndMinima<I>(block), w(block) {}
-        SMALLBATCH_INLINE typename I::bytes codes(int g, int half) const {
-            const uint8_t * low = w + 48 + 16 * half;
-            const uint8_t * high = w + 16 + 16 * half;
-            const int first = I::group * g;
-            const auto nibbles = I::gather([=](int b) { return low + (first + b) / 2 * 32; });
-            const auto fifth = I::shift_right(I::gather([=](int) { return high; }), [=](int b) { return first + b; });
-            return I::join(I::low_nibbles(I::shift_right(nibbles, [=](int b) { return (first + b) % 2 * 4; })),
-                           I::bits_above_nibble(fifth, 1));
-        }
-        SMALLBATCH_INLINE Group<I> group(int g) const {
-            return one_scale<I>(codes(g, 0), codes(g, 1), I::spread(this->scale + I::group * g));
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : SuperBlockWithMinima<I>(block), w(block) {}
+        SMALLBATCH_INLINE Pack<I> pack(int i) const {
+            const int first = this->pack_blocks * i;
+            Pack<I> result;
+            this->nibbles(w + 48, first, result.v[0], result.v[1]);
+            this->nibbles(w + 64, first, result.v[2], result.v[3]);
+            for (int v = 0; v < 4; ++v) {
+                const auto fifth = I::shift_right(I::fill8(w + 16 + 8 * v), [=](int b) { return first + b; });
+                result.v[v] = I::join(result.v[v], I::bits_above_nibble(fifth, 1));
+            }
+            result.scale = result.scale_16 = I::spread(this->scale + first);
+            return result;
         }
     };
 };
@@ -269,8 +294,7 @@ struct Q6_K {
     static constexpr Type type = Type::q6_k;
     static constexpr bool has_minima = false, two_scales = true;
     template <class I>
-    struct Unit {
-        static constexpr int n_blocks = 1, n_groups = 8 / I::group;
+    struct Unit : SuperBlock<I> {
         const uint8_t * w;
         float scale[2][8];  // of the first and of the other 16 values of each block
         SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : w(block) {
@@ -281,22 +305,62 @@ struct Q6_K {
                 scale[1][j] = d * float(scales[2 * j + 1]);
             }
         }
-        SMALLBATCH_INLINE typename I::bytes codes(int g, int half) const {
-            const int first = I::group * g;
-            const uint8_t * low = w + first / 4 * 64 + 16 * half;
-            const uint8_t * high = w + 128 + first / 4 * 32 + 16 * half;
-            const auto nibbles = I::gather([=](int b) { return low + (first + b) % 2 * 32; });
-            const auto above = I::shift_right(I::gather([=](int) { return high; }), [=](int b) { return (first + b) % 4 * 2; });
-            return I::subtract(
-                I::join(I::low_nibbles(I::shift_right(nibbles, [=](int b) { return (first + b) % 4 / 2 * 4; })),
-                        I::bits_above_nibble(above, 3)),
-                32);
+        SMALLBATCH_INLINE Pack<I> pack(int i) const {
+            const int first = this->pack_blocks * i, second = first + I::group;
+            Pack<I> result;
+            for (int half = 0; half < 2; ++half) {
+                const uint8_t * low = w + 16 * half, * high = w + 128 + 16 * half;
+                const auto low_at = [=](int b) { return low + b / 4 * 64 + b % 2 * 32; };
+                const auto a = I::gather([=](int b) { return low_at(first + b); });
+                const auto b = I::gather([=](int j) { return low_at(second + j); });
+                const auto c = I::fill16(high + first / 4 * 32), d = I::fill16(high + second / 4 * 32);
+                result.v[2 * half] = values(first, I::interleave_low(a, b), I::interleave_low(c, d));
+                result.v[2 * half + 1] = values(first, I::interleave_high(a, b), I::interleave_high(c, d));
+            }
+            result.scale = I::spread(scale[0] + first);
+            result.scale_16 = I::spread(scale[1] + first);
+            return result;
         }
-        SMALLBATCH_INLINE Group<I> group(int g) const {
-            return {codes(g, 0), codes(g, 1), I::spread(scale[0] + I::group * g), I::spread(scale[1] + I::group * g)};
+        static SMALLBATCH_INLINE typename I::bytes values(int first, typename I::bytes low, typename I::bytes high) {
+            const auto nibbles = I::low_nibbles(I::shift_right(low, [=](int b) { return (first + b) % 4 / 2 * 4; }));
+            const auto above = I::shift_right(high, [=](int b) { return (first + b) % 4 * 2; });
+            return I::subtract(I::join(nibbles, I::bits_above_nibble(above, 3)), 32);
         }
     };
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums over the lanes of R rows, row r to out[r * stride]. Taken alone or four at a time, each is the same tree of additions.
+
+template <class I, int R, class Row, class Four>
+SMALLBATCH_INLINE void store_each(Row row, Four four, float * out, size_t stride) {
+    if constexpr (R == 1) {
+        *out = row();
+    } else {
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r += 4) {
+            const auto at = [=](int i) { return r + i < R ? r + i : r; };
+            float values[4];
+            I::store4(values, four(r, at(1), at(2), at(3)));
+            for (int i = 0; i < 4 && r + i < R; ++i) out[(r + i) * stride] = values[i];
+        }
+    }
+}
+
+template <class I, int R>
+SMALLBATCH_INLINE void store_sums(const typename I::floats * x, float * out, size_t stride) {
+    store_each<I, R>([=] { return I::sum(x[0]); },
+                     [=](int a, int b, int c, int d) { return I::sum_each(x[a], x[b], x[c], x[d]); }, out, stride);
+}
+
+template <class I, int R>
+SMALLBATCH_INLINE void store_differences(const typename I::floats * x, const typename I::floats8 * y, float * out, size_t stride) {
+    store_each<I, R>([=] { return I::sum(x[0]) - I::sum8(y[0]); },
+                     [=](int a, int b, int c, int d) {
+                         return I::subtract4(I::sum_each(x[a], x[b], x[c], x[d]), I::sum_each8(y[a], y[b], y[c], y[d]));
+                     },
+                     out, stride);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The product with quantised weights
@@ -305,7 +369,7 @@ template <class I, class W, int R>
 struct QuantisedProduct {
     using Unit = typename W::template Unit<I>;
     static constexpr size_t block_bytes = block_of(W::type).n_bytes, block_values = block_of(W::type).n_values;
-    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks;
+    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Quantised<I>::vector_bytes;
 
     struct Sums {
         typename I::floats products[R];
@@ -324,35 +388,32 @@ struct QuantisedProduct {
             }
         }
 #pragma GCC unroll 8
-        for (int g = 0; g < Unit::n_groups; ++g) {
-            const Group<I> group = unit.group(g);
-            const uint8_t * x_group = x + g * Quantised<I>::group_bytes;
-            if constexpr (W::two_scales) {
-                const auto start_a = I::start(group.a), start_b = I::start(group.b);
+        for (int i = 0; i < Unit::n_packs; ++i) {
+            const Pack<I> pack = unit.pack(i);
+            const uint8_t * x_pack = x + i * Quantised<I>::pack_bytes;
+            const auto start = I::start(pack.v[0], pack.v[1]), start_16 = I::start(pack.v[2], pack.v[3]);
+            const auto start_32 = I::add_ints(start, start_16);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    const uint8_t * row = x_group + r * x_bytes;
-                    const auto dot_a = I::dot(start_a, row, group.a);
-                    const auto dot_b = I::dot(start_b, row + Quantised<I>::vector_bytes, group.b);
-                    const auto scaled = I::multiply_add(I::to_floats(dot_b), group.scale_b,
-                                                        I::multiply(I::to_floats(dot_a), group.scale_a));
-                    sums.products[r] = I::multiply_add(scaled, scales_of(row), sums.products[r]);
-                }
-            } else {
-                const auto start = I::start(group.a, group.b);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    const uint8_t * row = x_group + r * x_bytes;
-                    const auto dot = I::dot(I::dot(start, row, group.a), row + Quantised<I>::vector_bytes, group.b);
+            for (int r = 0; r < R; ++r) {
+                const uint8_t * row = x_pack + r * x_bytes;
+                const auto scales = I::load(reinterpret_cast<const float *>(row + 4 * vector_bytes));
+                if constexpr (W::two_scales) {
+                    const auto first = dot2(start, row, pack.v);
+                    const auto second = dot2(start_16, row + 2 * vector_bytes, pack.v + 2);
+                    const auto scaled = I::multiply_add(I::to_floats(second), pack.scale_16,
+                                                        I::multiply(I::to_floats(first), pack.scale));
+                    sums.products[r] = I::multiply_add(scaled, scales, sums.products[r]);
+                } else {
+                    const auto dot = dot2(dot2(start_32, row, pack.v), row + 2 * vector_bytes, pack.v + 2);
                     sums.products[r] =
-                        I::multiply_add(I::to_floats(dot), I::multiply(group.scale_a, scales_of(row)), sums.products[r]);
+                        I::multiply_add(I::to_floats(dot), I::multiply(pack.scale, scales), sums.products[r]);
                 }
             }
         }
     }
 
-    static SMALLBATCH_INLINE typename I::floats scales_of(const uint8_t * row) {
-        return I::load(reinterpret_cast<const float *>(row + 2 * Quantised<I>::vector_bytes));
+    static SMALLBATCH_INLINE typename I::ints dot2(typename I::ints sum, const uint8_t * x, const typename I::bytes * w) {
+        return I::dot(I::dot(sum, x, w[0]), x + vector_bytes, w[1]);
     }
 
     static void multiply(const Product & p) {
@@ -368,7 +429,7 @@ struct QuantisedProduct {
                 I::template prefetch<unit_bytes>(w);
                 add(w, x, x_sums, p.x_bytes, sums);
                 w += unit_bytes;
-                x += Unit::n_groups * Quantised<I>::group_bytes;
+                x += Unit::n_packs * Quantised<I>::pack_bytes;
                 x_sums += 8;  // only read for types whose unit is a super-block
             }
             if (n_rest != 0) {  // zeros stand for the blocks that are not there: the row's scales are 0 there
@@ -376,10 +437,10 @@ struct QuantisedProduct {
                 memcpy(rest, w, n_rest * block_bytes);
                 add(rest, x, x_sums, p.x_bytes, sums);
             }
-            for (int r = 0; r < R; ++r) {
-                float value = I::sum(sums.products[r]);
-                if constexpr (W::has_minima) value -= I::sum8(sums.minima[r]);
-                p.out[r * p.out_stride + o] = value;
+            if constexpr (W::has_minima) {
+                store_differences<I, R>(sums.products, sums.minima, p.out + o, p.out_stride);
+            } else {
+                store_sums<I, R>(sums.products, p.out + o, p.out_stride);
             }
         }
     }
@@ -441,7 +502,9 @@ struct DenseProduct {
                 memcpy(rest, w, n_rest * value_bytes);
                 add(rest, x, p.x_bytes, sums);
             }
-            for (int r = 0; r < R; ++r) p.out[r * p.out_stride + o] = I::sum(I::add(sums.even[r], sums.odd[r]));
+            typename I::floats totals[R];
+            for (int r = 0; r < R; ++r) totals[r] = I::add(sums.even[r], sums.odd[r]);
+            store_sums<I, R>(totals, p.out + o, p.out_stride);
         }
     }
 };

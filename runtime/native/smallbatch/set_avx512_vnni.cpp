@@ -1,4 +1,4 @@
-// AVX512 with VNNI: four blocks at a time.
+// AVX512 with VNNI: eight blocks at a time.
 #include <immintrin.h>
 
 #include "products.h"
@@ -29,12 +29,31 @@ struct Avx512Vnni {
         result = _mm512_inserti32x4(result, load16(at(2)), 2);
         return _mm512_inserti32x4(result, load16(at(3)), 3);
     }
+    template <class F>
+    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(load16(at(0)))),
+                                  _mm256_broadcastsi128_si256(load16(at(2))), 1);
+    }
+    template <class F>
+    static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
+        const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(load32(at(0))), load32(at(1)), 1);
+        const __m512i y = _mm512_inserti64x4(_mm512_castsi256_si512(load32(at(2))), load32(at(3)), 1);
+        first = _mm512_shuffle_i64x2(x, y, _MM_SHUFFLE(2, 0, 2, 0));
+        second = _mm512_shuffle_i64x2(x, y, _MM_SHUFFLE(3, 1, 3, 1));
+    }
+    static SMALLBATCH_INLINE bytes fill16(const uint8_t * p) { return _mm512_broadcast_i32x4(load16(p)); }
+    static SMALLBATCH_INLINE bytes fill8(const uint8_t * p) {
+        return _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    }
+    static SMALLBATCH_INLINE bytes interleave_low(bytes x, bytes y) { return _mm512_unpacklo_epi64(x, y); }
+    static SMALLBATCH_INLINE bytes interleave_high(bytes x, bytes y) { return _mm512_unpackhi_epi64(x, y); }
     static SMALLBATCH_INLINE bytes low_nibbles(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
     static SMALLBATCH_INLINE bytes high_nibbles(bytes x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
     template <class F>
     static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
         const int n0 = n_bits(0), n1 = n_bits(1), n2 = n_bits(2), n3 = n_bits(3);
-        return _mm512_srlv_epi32(x, _mm512_setr_epi32(n0, n0, n0, n0, n1, n1, n1, n1, n2, n2, n2, n2, n3, n3, n3, n3));
+        const int n4 = n_bits(4), n5 = n_bits(5), n6 = n_bits(6), n7 = n_bits(7);
+        return _mm512_srlv_epi32(x, _mm512_setr_epi32(n0, n0, n4, n4, n1, n1, n5, n5, n2, n2, n6, n6, n3, n3, n7, n7));
     }
     static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
         return _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi8(char(mask))), 4);
@@ -47,13 +66,11 @@ struct Avx512Vnni {
     }
 
     static SMALLBATCH_INLINE ints offset() { return _mm512_set1_epi8(char(x_offset)); }
-    static SMALLBATCH_INLINE ints start(bytes a) {
-        return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), offset(), a));
-    }
     static SMALLBATCH_INLINE ints start(bytes a, bytes b) {
         const ints sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), offset(), a);
         return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(sum, offset(), b));
     }
+    static SMALLBATCH_INLINE ints add_ints(ints x, ints y) { return _mm512_add_epi32(x, y); }
     static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
         return _mm512_dpbusd_epi32(sum, _mm512_load_si512(x), w);
     }
@@ -64,8 +81,24 @@ struct Avx512Vnni {
     static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return _mm512_mul_ps(x, y); }
     static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return _mm512_fmadd_ps(x, y, sum); }
     static SMALLBATCH_INLINE float sum(floats x) {
-        return sum8(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+        return sum8(halved(x));
     }
+    // The sums over the lanes of four vectors, added as `sum` adds them.
+    static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) {
+        return sum_each8(halved(a), halved(b), halved(c), halved(d));
+    }
+    static SMALLBATCH_INLINE floats8 halved(floats x) {
+        return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    }
+    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) {
+        const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+        const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+        const __m256 sums = _mm256_add_ps(_mm256_unpacklo_ps(ab, cd), _mm256_unpackhi_ps(ab, cd));  // a c a c, b d b d
+        const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
+        return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
+    }
+    static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
+    static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
     static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
     static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) { return _mm256_fmadd_ps(x, y, sum); }
     static SMALLBATCH_INLINE float sum8(floats8 x) {
@@ -81,14 +114,18 @@ struct Avx512Vnni {
     }
     static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(uint16_t(load_half(p))); }
     template <class F>
-    static SMALLBATCH_INLINE floats halves(F at) {
-        const uint64_t four = load_half(at(0)) | load_half(at(1)) << 16 | load_half(at(2)) << 32 | load_half(at(3)) << 48;
-        return spread(_mm_cvtph_ps(_mm_cvtsi64_si128(int64_t(four))));
+    static SMALLBATCH_INLINE __m128i four_halves(F at, int first) {
+        return _mm_cvtsi64_si128(int64_t(load_half(at(first)) | load_half(at(first + 1)) << 16 |
+                                         load_half(at(first + 2)) << 32 | load_half(at(first + 3)) << 48));
     }
-    static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm_loadu_ps(p)); }
-    static SMALLBATCH_INLINE floats spread(__m128 four) {
-        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-                                     _mm512_castps128_ps512(four));
+    template <class F>
+    static SMALLBATCH_INLINE floats halves(F at) {
+        return spread(_mm256_cvtph_ps(_mm_unpacklo_epi64(four_halves(at, 0), four_halves(at, 4))));
+    }
+    static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm256_loadu_ps(p)); }
+    static SMALLBATCH_INLINE floats spread(__m256 eight) {
+        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7),
+                                     _mm512_castps256_ps512(eight));
     }
     static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
         const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));

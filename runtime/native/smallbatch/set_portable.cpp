@@ -17,11 +17,36 @@ struct Portable {
     template <size_t n_bytes>
     static void prefetch(const uint8_t *) {}
 
-    // Bytes. A gather loads 16 bytes for each block of the group, from where `at(block)` says.
+    // Bytes. A gather loads 16 bytes for each of `group` blocks, from where `at(block)` says.
     template <class F>
     static bytes gather(F at) {
         bytes result;
         memcpy(result.v, at(0), 16);
+        return result;
+    }
+    template <class F>
+    static bytes gather_pairs(F at) { return gather(at); }  // at(b) is at(b ^ 1)
+    template <class F>
+    static void gather32(F at, bytes & first, bytes & second) {
+        memcpy(first.v, at(0), 16);
+        memcpy(second.v, at(0) + 16, 16);
+    }
+    // The same bytes for each block.
+    static bytes fill16(const uint8_t * p) {
+        return gather([p](int) { return p; });
+    }
+    static bytes fill8(const uint8_t * p) { return interleave_low(fill16(p), fill16(p)); }
+    // Eight bytes of x, eight of y, for each block of 16 bytes.
+    static bytes interleave_low(const bytes & x, const bytes & y) {
+        bytes result;
+        memcpy(result.v, x.v, 8);
+        memcpy(result.v + 8, y.v, 8);
+        return result;
+    }
+    static bytes interleave_high(const bytes & x, const bytes & y) {
+        bytes result;
+        memcpy(result.v, x.v + 8, 8);
+        memcpy(result.v + 8, y.v + 8, 8);
         return result;
     }
     template <class F>
@@ -32,11 +57,10 @@ struct Portable {
     }
     static bytes low_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v & 15; }); }
     static bytes high_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v >> 4; }); }
-    // Shifts each block's bytes; bits of a neighbouring byte may come in above, so mask what is wanted.
+    // Shifts each block's bytes in a pack; bits of a neighbouring byte may come in above, so mask what is wanted.
     template <class F>
     static bytes shift_right(const bytes & x, F n_bits) {
-        const int n = n_bits(0);
-        return map(x, [n](uint8_t v, int) { return v >> n; });
+        return map(x, [n_bits](uint8_t v, int i) { return v >> n_bits(i / 8); });
     }
     static bytes bits_above_nibble(const bytes & x, uint8_t mask) {
         return map(x, [mask](uint8_t v, int) { return (v & mask) << 4; });
@@ -48,8 +72,8 @@ struct Portable {
     }
 
     // Sums of four products of bytes, x (in memory, with its offset) times signed weights. Sums begin with start(weights).
-    static ints start(const bytes &) { return {}; }
     static ints start(const bytes &, const bytes &) { return {}; }
+    static ints add_ints(const ints & x, const ints &) { return x; }
     static ints dot(const ints & sum, const uint8_t * x, const bytes & w) {
         ints result = sum;
         for (int i = 0; i < 16; ++i) result.v[i / 4] += int8_t(x[i]) * int8_t(w.v[i]);
@@ -82,6 +106,19 @@ struct Portable {
     }
     static float sum(const floats & x) { return (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]); }
 
+    static floats sum_each(const floats & a, const floats & b, const floats & c, const floats & d) {
+        return {{sum(a), sum(b), sum(c), sum(d)}};
+    }
+    static floats sum_each8(const floats8 & a, const floats8 & b, const floats8 & c, const floats8 & d) {
+        return {{sum8(a), sum8(b), sum8(c), sum8(d)}};
+    }
+    static floats subtract4(const floats & x, const floats & y) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = x.v[i] - y.v[i];
+        return result;
+    }
+    static void store4(float * p, const floats & x) { memcpy(p, x.v, sizeof x.v); }
+
     static floats8 load8(const float * p) {
         floats8 result;
         memcpy(result.v, p, sizeof result.v);
@@ -98,7 +135,7 @@ struct Portable {
         return sum(half);
     }
 
-    // Scales: one number per block, in its four lanes.
+    // Scales: one number per block of a pack, in its two lanes.
     static float half(const uint8_t * p) {
         const uint32_t h = uint32_t(p[0]) | uint32_t(p[1]) << 8;
         const uint32_t sign = (h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
@@ -109,8 +146,11 @@ struct Portable {
         return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13);
     }
     template <class F>
-    static floats halves(F at) { return broadcast(half(at(0))); }
-    static floats spread(const float * p) { return broadcast(*p); }
+    static floats halves(F at) {
+        const float two[2] = {half(at(0)), half(at(1))};
+        return spread(two);
+    }
+    static floats spread(const float * p) { return {{p[0], p[0], p[1], p[1]}}; }
     static void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
         for (int i = 0; i < 8; ++i) scaled[i] = factor * float((bytes[i / 4] >> (i % 4 * 8)) & 255);
     }
@@ -137,7 +177,6 @@ struct Portable {
         memcpy(&value, &bits, sizeof value);
         return value;
     }
-    static floats broadcast(float value) { return {{value, value, value, value}}; }
 };
 
 }  // namespace

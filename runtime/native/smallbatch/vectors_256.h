@@ -1,4 +1,4 @@
-// Vector operations of AVX2, FMA and F16C: two blocks at a time. All but the dot product, which the sets add.
+// Vector operations of AVX2, FMA and F16C: four blocks at a time. All but the dot product, which the sets add.
 #pragma once
 
 #include <immintrin.h>
@@ -27,12 +27,25 @@ struct Vectors256 {
     static SMALLBATCH_INLINE bytes gather(F at) {
         return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(at(0))), load16(at(1)), 1);
     }
+    template <class F>
+    static SMALLBATCH_INLINE bytes gather_pairs(F at) { return fill16(at(0)); }
+    template <class F>
+    static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
+        first = gather(at);
+        second = gather([at](int b) { return at(b) + 16; });
+    }
+    static SMALLBATCH_INLINE bytes fill16(const uint8_t * p) { return _mm256_broadcastsi128_si256(load16(p)); }
+    static SMALLBATCH_INLINE bytes fill8(const uint8_t * p) {
+        return _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+    }
+    static SMALLBATCH_INLINE bytes interleave_low(bytes x, bytes y) { return _mm256_unpacklo_epi64(x, y); }
+    static SMALLBATCH_INLINE bytes interleave_high(bytes x, bytes y) { return _mm256_unpackhi_epi64(x, y); }
     static SMALLBATCH_INLINE bytes low_nibbles(bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
     static SMALLBATCH_INLINE bytes high_nibbles(bytes x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
     template <class F>
     static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
-        const int n0 = n_bits(0), n1 = n_bits(1);
-        return _mm256_srlv_epi32(x, _mm256_setr_epi32(n0, n0, n0, n0, n1, n1, n1, n1));
+        const int n0 = n_bits(0), n1 = n_bits(1), n2 = n_bits(2), n3 = n_bits(3);
+        return _mm256_srlv_epi32(x, _mm256_setr_epi32(n0, n0, n2, n2, n1, n1, n3, n3));
     }
     static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
         return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(char(mask))), 4);
@@ -54,26 +67,35 @@ struct Vectors256 {
         const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
     }
+    // The sums over the lanes of four vectors, added as `sum` adds them.
+    static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) {
+        const __m256 ab = add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));  // a: low lane
+        const __m256 cd = add(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+        const __m256 sums = add(_mm256_unpacklo_ps(ab, cd), _mm256_unpackhi_ps(ab, cd));  // a c a c, b d b d
+        const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
+        return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
+    }
+    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) { return sum_each(a, b, c, d); }
+    static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
+    static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
     static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
     static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) { return multiply_add(x, y, sum); }
     static SMALLBATCH_INLINE float sum8(floats8 x) { return sum(x); }
 
-    static SMALLBATCH_INLINE uint16_t load_half(const uint8_t * p) {
+    static SMALLBATCH_INLINE uint64_t load_half(const uint8_t * p) {
         uint16_t value;
         memcpy(&value, p, sizeof value);
         return value;
     }
-    static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(load_half(p)); }
+    static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(uint16_t(load_half(p))); }
     template <class F>
     static SMALLBATCH_INLINE floats halves(F at) {
-        const uint32_t pair = load_half(at(0)) | uint32_t(load_half(at(1))) << 16;
-        return spread(_mm_cvtph_ps(_mm_cvtsi32_si128(int(pair))));
+        const uint64_t four = load_half(at(0)) | load_half(at(1)) << 16 | load_half(at(2)) << 32 | load_half(at(3)) << 48;
+        return spread(_mm_cvtph_ps(_mm_cvtsi64_si128(int64_t(four))));
     }
-    static SMALLBATCH_INLINE floats spread(const float * p) {
-        return spread(_mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
-    }
-    static SMALLBATCH_INLINE floats spread(__m128 pair) {
-        return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(pair), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm_loadu_ps(p)); }
+    static SMALLBATCH_INLINE floats spread(__m128 four) {
+        return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(four), _mm256_setr_epi32(0, 0, 2, 2, 1, 1, 3, 3));
     }
     static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
         const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
