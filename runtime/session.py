@@ -234,19 +234,24 @@ class Session:
 
     # Inside
 
-    def _use_plain(self, native: Any, plain: bool) -> None:
-        """Moves a recurrent target's sequence to a context without rollback slots, where plain rounds are cheaper, or back."""
-        if plain and native.recurrent and not self._tried_plain_context:
+    def _place(self, native: Any, pace: Pace | None) -> None:
+        """Puts the sequence where its rounds are cheapest: a recurrent target's plain rounds, while pace does not draft, in
+        a context without rollback slots."""
+        plain = pace is not None and not pace.drafting
+        if pace is not None and plain and native.recurrent and not self._tried_plain_context:
             self._tried_plain_context = True
-            with contextlib.suppress(
-                LoadError
-            ):  # no memory for a second context: plain rounds cost a few per cent more
+            try:
                 context = make_target_context(
                     self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
                 )
                 self._contexts.append(context)
                 native.set_plain_context(address(context))
+            except LoadError:  # no memory for a second context
+                pace.plain_in_place()
+        was_plain, started = native.is_plain, time.perf_counter()
         native.use_plain(plain)
+        if pace is not None and native.is_plain != was_plain:
+            pace.switch_s = time.perf_counter() - started
 
     def _stand_in(self, rows: Mapping[int, int]) -> None:
         """Tells the head which of its rows to take for tokens that it does not have."""
@@ -404,7 +409,7 @@ class Generation(Iterator[str]):
                         break
                     session._history = None
                     depth = request.pace.depth() if request.pace else request.depth
-                    session._use_plain(native, request.pace is not None and depth == 0)
+                    session._place(native, request.pace)
                     depth = min(depth, request.max_tokens - len(self.tokens) - 1, n_room - 1)
                     round_ = native.step(request.chooser.native, depth, request.ignore_eos)
                     n_used, shown = self._take(round_.tokens)
