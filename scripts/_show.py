@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 import click
 
 from llama_sidecar.runtime import Generation, Stats
+from llama_sidecar.sidecars.errors import printable
 
 
 def note(text: str) -> None:
     """One line on stderr that is no error."""
-    click.echo(f"note: {text}", err=True)
+    click.echo(f"note: {printable(text)}", err=True)
 
 
 def stream(generation: Generation) -> None:
@@ -69,7 +70,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | 1  | 22 |
     | 10 | 3 |
     """
-    lines = [list(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    lines = [list(header), *([printable(cell).replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header) - 1)] + [0]
     text = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"

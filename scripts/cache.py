@@ -7,11 +7,12 @@ from datetime import datetime
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from llama_sidecar.runtime.cache_folder import MAX_BYTES, CacheFolder, Entry
+
+from ._console import tables
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program instead of tables.")
 
@@ -49,7 +50,7 @@ def list_command(as_json: bool = False) -> None:
     for entry in entries:
         used = datetime.fromtimestamp(entry.used_s).strftime("%Y-%m-%d %H:%M")
         table.add_row(escape(entry.path.name), entry.sort, _size(entry.n_bytes), used)
-    console = Console(highlight=False)
+    console = tables()
     if entries:
         console.print(table)
     summary = (

@@ -13,6 +13,7 @@ import click
 
 from llama_sidecar.runtime import Model, PromptError, Session
 from llama_sidecar.runtime.conversation import Conversation
+from llama_sidecar.sidecars.errors import printable
 
 from ._options import Loader, load_options, read_prompt, sampling_options
 from ._show import generation_json, stats_line, stream
@@ -129,4 +130,4 @@ def _title(model: Model) -> str:
         if drafting.path
         else f"off: {drafting.why}"
     )
-    return f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens"
+    return printable(f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens")

@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from llama_sidecar.converter import TYPES, ConvertResult, convert
+from llama_sidecar.sidecars.errors import printable
 
 NONE = "none"
 
@@ -79,7 +80,7 @@ def command(
         main = None if main_type.lower() == NONE else main_type
         result = convert(checkpoint, out, main, sidecar_type, name=name, force=force, progress=show)
     for warning in result.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     print(json.dumps(result.to_json()) if as_json else _summary(result))
 
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from llama_sidecar.sidecars import KINDS
+from llama_sidecar.sidecars.errors import printable
 from llama_sidecar.sidecars.inspection import Report, inspect
+
+from ._console import tables
 
 
 @click.command()
@@ -28,7 +30,7 @@ def command(file: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
         return
-    console = Console(highlight=False)
+    console = tables()
     console.print(_facts(report))
     console.print(_types(report))
     console.print(_neighbours(report) if report.neighbours else _nothing_beside(report))
@@ -39,7 +41,7 @@ def _facts(report: Report) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _fact_rows(report):
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(printable(value)))
     return table
 
 
@@ -47,7 +49,7 @@ def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "file", str(report.path) + (f" (1 of {report.n_shards} shards)" if report.n_shards > 1 else "")
     yield "is", _what_it_is(report)
     if report.name:
-        yield "name", _printable(report.name)
+        yield "name", report.name
     yield "architecture", report.arch
     yield (
         "size",
@@ -84,7 +86,8 @@ def _neighbours(report: Report) -> Table:
     table.add_column("fits")
     table.add_column("why", overflow="fold")
     for other in report.neighbours:
-        table.add_row(escape(other.path.name), other.status or "no", escape(other.detail))
+        name, why = escape(printable(other.path.name)), escape(printable(other.detail))
+        table.add_row(name, other.status or "no", why)
     return table
 
 
@@ -107,7 +110,3 @@ def _bytes(n: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

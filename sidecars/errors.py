@@ -7,14 +7,20 @@ The message is one line: what was found, what was expected, what to do. This mod
 from __future__ import annotations
 
 
-class LlamaSidecarError(Exception):
-    """Base of every error this project raises on purpose; `str` of it is one printable line.
+def printable(text: str) -> str:
+    """Escape what a hostile file or name may hold beside text (line ends, terminal codes), so that it is one printable line.
 
-    What a hostile file or path puts into a message (line ends, terminal codes) comes out escaped.
+    >>> printable("mtp-\\x1b[31mred")
+    'mtp-\\\\x1b[31mred'
     """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class LlamaSidecarError(Exception):
+    """Base of every error this project raises on purpose; `str` of it is one printable line."""
 
     def __str__(self) -> str:
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        return printable(super().__str__())
 
 
 class UnreadableFile(LlamaSidecarError):

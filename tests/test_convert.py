@@ -713,6 +713,19 @@ def test_command_ends_with_the_line_to_paste(tmp_path: Path) -> None:
     assert found.keys() == {"schema", *ConvertResult.__dataclass_fields__}
 
 
+def test_warnings_of_the_command_are_one_printable_line_each(tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        tmp_path, config=tiny_config("qwen35", "tied") | {"mtp_num_hidden_layers": "\x1b[31m\n"}
+    )
+    tensors = {"mtp.norm.weight": tiny_tensors("qwen35", "tied")["mtp.norm.weight"]}
+    write_safetensors(folder / "\x1b[2J\n.safetensors", tensors)
+    run = CliRunner().invoke(command, [str(folder), "--out", str(tmp_path / "out")], catch_exceptions=False)
+    lines = run.stderr.splitlines()
+    assert (
+        len(lines) == 2 and all(line.startswith("warning: ") for line in lines) and "\x1b" not in run.stderr
+    )
+
+
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     convert(make_checkpoint(tmp_path), tmp_path / "out", progress=lambda *call: calls.append(call))

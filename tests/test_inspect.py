@@ -101,6 +101,21 @@ def test_tables_name_what_fits_and_what_does_not_and_escape_what_the_file_says(f
     assert "\x1b" not in result.output
 
 
+def test_names_of_files_are_escaped_too(tmp_path: Path) -> None:
+    main = tiny_gguf.main(tmp_path / "NAME.gguf")
+    odd = tiny_gguf.sidecar(tmp_path / "mtp-\x1b[31m[bold]\n.gguf")
+    for path in (main, odd):
+        result = CliRunner().invoke(command, [str(path)], catch_exceptions=False, env={"COLUMNS": "200"})
+        assert "\x1b" not in result.output and "mtp-\\x1b[31m[bold]\\n.gguf" in result.output
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "-3", "many"])
+def test_a_width_that_cannot_be_still_shows_everything(columns: str, folder: Path) -> None:
+    result = CliRunner().invoke(command, [str(folder / "NAME-Q8_0.gguf")], env={"COLUMNS": columns})
+    for text in ("a main model", "verified", "qwen35"):
+        assert text in result.output
+
+
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"PK\3\4"])
 def test_a_file_that_is_no_gguf_is_one_line(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
