@@ -73,6 +73,7 @@ def load(
     flash_attn: str = "auto",
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
+    kernels: str = "stock",
     draft_vocab: int | str = "auto",
     learn: bool = False,
     force: bool = False,
@@ -94,6 +95,8 @@ def load(
         batch: prompt tokens per decode.
         flash_attn: "auto", "on" or "off".
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
+        kernels: "stock" computes with llama.cpp's own; "ours" computes products of up to 8 rows on the CPU with kernels whose
+            rows are equal to the bit at every width.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
             "auto" cuts large vocabularies to 32,768, "full" cuts none.
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
@@ -122,6 +125,7 @@ def load(
         flash_attn=flash_attn,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
+        kernels=kernels,
     )
     main_file = open_main(main)
     speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
@@ -212,14 +216,20 @@ class Model:
         )  # a head that has all tokens has nothing to learn
         embedded = speculation.path == main.path and head is None
         self.weights = Weights(
-            main.path, with_head=embedded, n_gpu_layers=self.gpu_layers, device=settings.device
+            main.path,
+            with_head=embedded,
+            n_gpu_layers=self.gpu_layers,
+            device=settings.device,
+            kernels=settings.kernels,
         )
         self.head_weights = self.weights
         if head is not None:
             n_layers = (
                 placement.ALL_LAYERS if self.gpu_layers else 0
             )  # the drafter goes where the output goes
-            self.head_weights = Weights(head, with_head=True, n_gpu_layers=n_layers, device=settings.device)
+            self.head_weights = Weights(
+                head, with_head=True, n_gpu_layers=n_layers, device=settings.device, kernels=settings.kernels
+            )
         self.vocab = Vocab(self.weights)
         self._closed = False
         _models.add(self)

@@ -5,6 +5,7 @@ Knows llama.cpp's parameters and its traps (facts gathered from its sources); kn
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import kernels as small_batch
 from . import placement
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
@@ -21,6 +23,9 @@ N_BATCH = 512
 N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
 MAX_DEPTH = 64
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
+
+
+KERNELS = {"stock": 0, "ours": 1}
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,13 @@ class Settings:
     flash_attn: str = "auto"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    kernels: str = "stock"
 
     def __post_init__(self) -> None:
         placement.choice("flash attention", self.flash_attn, placement.FLASH_ATTN)
         placement.choice("cache type", self.cache_type_k, placement.CACHE_TYPES)
         placement.choice("cache type", self.cache_type_v, placement.CACHE_TYPES)
+        placement.choice("kernels", self.kernels, KERNELS)
         limits = (
             ("threads", self.threads, MAX_THREADS),
             ("context length", self.ctx, 2**31 - 1),
@@ -74,12 +81,15 @@ class Weights:
         with_head: also load the MTP tensors in it.
         n_gpu_layers: how many of the last layers go to a GPU.
         device: llama.cpp device names, comma separated, or None for all.
+        kernels: "ours" computes products of up to 8 rows with the small-batch kernels, where all layers are on the CPU.
 
     Raises:
-        LoadError: llama.cpp refuses the file; its own last message is in the text.
+        LoadError: our kernels were asked for and cannot be had; or llama.cpp refuses the file; its own last message is in the text.
     """
 
-    def __init__(self, path: Path, *, with_head: bool, n_gpu_layers: int, device: str | None) -> None:
+    def __init__(
+        self, path: Path, *, with_head: bool, n_gpu_layers: int, device: str | None, kernels: str = "stock"
+    ) -> None:
         lib = llama()
         params = lib.llama_model_default_params()
         params.load_mtp = with_head
@@ -89,13 +99,26 @@ class Weights:
         if devices is not None:
             params.devices = address(devices)
         forget_errors()
-        self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
+        with self._placing(kernels, n_gpu_layers):
+            self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
             raise LoadError(f"llama.cpp cannot load {path}: {last_error()}")
         self._free = weakref.finalize(self, lib.llama_model_free, self.model)
         self._free.atexit = False  # llm.py sees to that, after the contexts
         self.path = path
         self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
+
+    @staticmethod
+    def _placing(kernels: str, n_gpu_layers: int) -> contextlib.AbstractContextManager[object]:
+        if kernels == "stock":
+            return contextlib.nullcontext()
+        if n_gpu_layers:
+            raise LoadError(
+                f"our kernels run on the CPU, but {n_gpu_layers} layers go to a GPU (--gpu-layers 0)"
+            )
+        if problem := small_batch.problem():
+            raise LoadError(f"our kernels cannot be had: {problem} (--kernels stock)")
+        return small_batch.placing()
 
     def close(self) -> None:
         """Frees the weights. Idempotent."""

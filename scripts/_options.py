@@ -18,7 +18,7 @@ from llama_sidecar.runtime import Model, PromptError, load
 from llama_sidecar.runtime.costs import costs_key, recall
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
-from llama_sidecar.runtime.weights import MAX_DEPTH, N_BATCH
+from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS
 
 from ._show import note
@@ -133,6 +133,13 @@ _LOAD_OPTIONS = (
         default="f16",
         metavar="TYPE",
         help="Type of the KV cache's values.  [default: f16]",
+    ),
+    click.option(
+        "--kernels",
+        type=click.Choice([*KERNELS]),
+        default="stock",
+        show_default=True,
+        help="ours: products of up to 8 rows on the CPU by kernels whose rows are equal to the bit at every width.",
     ),
     click.option(
         "--draft-vocab",

@@ -72,3 +72,12 @@ def test_costs_are_measured_once_and_remembered(model: Model) -> None:
     found = costs_for(model, budget_s=0.3)
     assert recall(key) == found == costs_for(model)
     assert found.max_depth == 4
+
+
+def test_our_kernels_write_the_same_text_at_every_depth(pair_of: PairOf) -> None:
+    """With flash attention off their rows are equal to the bit at every width, also beyond 256 cells."""
+    with load(
+        pair_of("R", "Q8_0").main, ctx=512, threads=2, depth=4, kernels="ours", flash_attn="off"
+    ) as loaded:
+        plain, _ = ids(loaded, n=300, spec_type="none")
+        assert ids(loaded, n=300)[0] == plain
