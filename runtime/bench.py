@@ -257,6 +257,10 @@ def measure(
         )
     if n < 2:
         raise PromptError(f"{n} tokens a text are too few to time: at least 2")
+    if n >= model.n_ctx:
+        raise PromptError(
+            f"{n} tokens a text leave no room for a prompt in a context of {model.n_ctx} (--ctx)"
+        )
     if budget_s is not None and not budget_s > 0:
         raise PromptError(f"a budget of {budget_s} seconds is no time at all")
     if synthetic_length is not None and model.paced:

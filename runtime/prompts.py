@@ -40,12 +40,13 @@ def read_prompts(path: Path) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise PromptError(f"{path}: {reason}") from error
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         prompts = [Prompt(text, path.stem)] if text.strip() else []
     else:
+        lines = text.removeprefix("\ufeff").split("\n")  # JSON strings may hold what splitlines() splits at
         prompts = [
             _parse(line, f"{path}:{number}", path.stem)
-            for number, line in enumerate(text.splitlines(), 1)
+            for number, line in enumerate(lines, 1)
             if line.strip()
         ]
     if not prompts:
@@ -56,7 +57,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse(line: str, place: str, task: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{place}: not JSON ({error})") from error
     match entry:
         case {"prompt": str(text)} if text:

@@ -27,6 +27,8 @@ from llama_sidecar.runtime.bench import MIN_PAIRS, MIN_TOKENS, Report, measure, 
 from llama_sidecar.runtime.lossless import first_divergence, sweep, top_two_margin
 from llama_sidecar.runtime.prompts import Prompt, prompts_hash, read_prompts
 from llama_sidecar.runtime.provenance import hash_of, machine
+from llama_sidecar.runtime.sampling import address
+from llama_sidecar.runtime.weights import make_target_context
 from llama_sidecar.scripts import _show
 
 PROMPTS = [Prompt("import os\n", "code"), Prompt("Once upon a time", "prose")]
@@ -150,11 +152,23 @@ def test_prompts_are_read_from_text_and_from_json_lines(tmp_path: Path) -> None:
     assert read_prompts(lines) == [Prompt("a", "mine"), Prompt([{"role": "user", "content": "b"}], "qa")]
 
 
+def test_json_lines_end_where_lines_do_on_every_system(tmp_path: Path) -> None:
+    lines = tmp_path / "mine.JSONL"
+    lines.write_bytes('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\r\n'.encode())
+    assert [prompt.content for prompt in read_prompts(lines)] == ["a\u2028b\u0085c", "d"]
+
+
+def test_texts_that_fill_the_context_are_refused(model: Model) -> None:
+    with pytest.raises(PromptError, match="leave no room for a prompt"):
+        measure(model, [Prompt("a", "x")], n=model.n_ctx)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "there is no prompt in it"),
         (b"{", ":1: not JSON"),
+        (b"[" * 100_000, ":1: not JSON"),
         (b'{"prompt": "a"}\n{"text": "b"}', ":2: expected"),
         (b'{"prompt": ""}', ":1: expected"),
         (b'{"messages": []}', ":1: expected"),
@@ -211,7 +225,10 @@ def test_widths_are_timed_where_texts_are_verified(model: Model) -> None:
     """Also after pace has moved the session to its plain context, where llama.cpp ends the process for a second row."""
     with model.session() as session:
         session.generate("abc", max_tokens=8, temperature=0).read()
-        session._use_plain(session._native, True)
+        context = make_target_context(model.weights, model.settings, n_ctx=session.n_ctx, depth=0, n_slots=0)
+        session._contexts.append(context)
+        session._native.set_plain_context(address(context))
+        session._native.use_plain(True)
         assert len(session.time_rows([5, 6, 7], 3, 4)) == 4
 
 
