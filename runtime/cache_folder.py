@@ -11,6 +11,7 @@ import collections
 import contextlib
 import fcntl
 import os
+import stat
 import sys
 import threading
 import time
@@ -142,7 +143,8 @@ class CacheFolder:
             for path in (self.root / sort).glob(pattern):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     status = path.stat()
-                    found.append(Entry(sort, path, status.st_size, status.st_mtime))
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Entry(sort, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.used_s)
 
     @_refusals()

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama_sidecar.runtime.cache_folder import MAX_BYTES, CacheFolder, Entry
+from llama_sidecar.sidecars.errors import printable
 
 from ._console import tables
 
@@ -49,14 +50,14 @@ def list_command(as_json: bool = False) -> None:
         table.add_column(header, no_wrap=True)
     for entry in entries:
         used = datetime.fromtimestamp(entry.used_s).strftime("%Y-%m-%d %H:%M")
-        table.add_row(escape(entry.path.name), entry.sort, _size(entry.n_bytes), used)
+        table.add_row(escape(printable(entry.path.name)), entry.sort, _size(entry.n_bytes), used)
     console = tables()
     if entries:
         console.print(table)
     summary = (
         f"{len(entries)} files, {_size(_n_bytes(entries))} of at most {_size(MAX_BYTES)}, in {folder.root}"
     )
-    console.print(escape(summary), soft_wrap=True)
+    console.print(escape(printable(summary)), soft_wrap=True)
 
 
 @command.command("clear")
@@ -69,7 +70,7 @@ def clear_command(as_json: bool) -> None:
         facts = {"n_removed": len(removed), "n_bytes": _n_bytes(removed)}
         click.echo(json.dumps({"schema": 1, "folder": str(folder.root), **facts}, indent=2))
         return
-    click.echo(f"removed {len(removed)} files, {_size(_n_bytes(removed))}, from {folder.root}")
+    click.echo(printable(f"removed {len(removed)} files, {_size(_n_bytes(removed))}, from {folder.root}"))
 
 
 def _facts(entry: Entry) -> dict[str, Any]:

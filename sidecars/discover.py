@@ -94,7 +94,7 @@ def _candidates(main_path: Path) -> Iterator[Path]:
     folders = [main_path.parent] if shard is None else [main_path.parent, main_path.absolute().parent.parent]
     for folder in folders:
         for path in _entries(folder):
-            if path.name.lower() in KINDS and path.is_dir():
+            if path.name.lower() in KINDS and os.path.isdir(path):
                 yield from (inner for inner in _entries(path) if _is_first_gguf(inner))
             elif _is_first_gguf(path) and _KIND_WORD.search(path.name):
                 yield path
@@ -112,7 +112,7 @@ def _main_paths(sidecar_path: Path) -> Iterator[Path]:
         folders.append(folder.absolute().parent)
     for folder in folders:
         for path in _entries(folder):
-            if path.is_dir():
+            if os.path.isdir(path):
                 yield from (inner for inner in _entries(path) if shard_name(inner) and _is_first_gguf(inner))
             elif _is_first_gguf(path):
                 yield path
@@ -128,7 +128,10 @@ def _entries(folder: Path) -> list[Path]:
 def _is_first_gguf(path: Path) -> bool:
     """Whether a path is a GGUF, and of shards the first."""
     shard = shard_name(path)
-    return path.suffix.lower() == ".gguf" and (shard is None or shard[1] == 1) and path.is_file()
+    is_wanted = path.suffix.lower() == ".gguf" and (shard is None or shard[1] == 1)
+    return is_wanted and os.path.isfile(
+        path
+    )  # as above no method of Path: out of reach is no file, and no exception
 
 
 def _examine(main: MainFile, path: Path) -> Candidate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llama_sidecar.sidecars import (
     open_main,
     survey,
 )
-from llama_sidecar.sidecars.discover import base_name
+from llama_sidecar.sidecars.discover import base_name, main_paths
 from llama_sidecar.sidecars.keys import FINGERPRINT_ROWS, FINGERPRINT_TRUNK
 
 
@@ -173,6 +174,24 @@ def test_what_does_not_fit_is_passed_over_with_its_reason(main: Path) -> None:
     assert all(expected[name] in reason for name, reason in reasons.items())
     tiny_gguf.sidecar(main.with_name("mtp-fits.gguf"))
     assert found(main) == "mtp-fits.gguf"
+
+
+def test_a_folder_that_may_not_be_entered_holds_no_candidate(
+    main: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_gguf.sidecar(main.with_name("mtp-NAME.gguf"))
+    tiny_gguf.sidecar(main.parent / "MTP" / "mtp-other.gguf")
+    tiny_gguf.sidecar(main.parent / "DSpark" / "x.gguf", "dspark")
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "MTP/" in str(path) or str(path).endswith("DSpark"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert found(main) == "mtp-NAME.gguf"
+    assert main_paths(main.with_name("mtp-NAME.gguf")) == [main]
 
 
 def test_only_names_with_a_kind_in_them_are_opened(main: Path) -> None:

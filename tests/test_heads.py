@@ -332,6 +332,16 @@ def test_a_head_in_a_folder_that_cannot_be_written_is_used(
         make(sidecar, 64)
 
 
+def test_folders_in_the_cache_are_left_alone(cache: Path) -> None:
+    (cache / "heads" / "compact-x.gguf").mkdir(parents=True)
+    (cache / "hashes").mkdir()
+    (cache / "hashes" / "\x1b[31m\n.json").write_text("{}")
+    result = CliRunner().invoke(command, ["list"], catch_exceptions=False)
+    assert "\x1b" not in result.output and "1 files" in result.output
+    assert [entry.path.parent.name for entry in CacheFolder(cache).clear()] == ["hashes"]
+    assert (cache / "heads" / "compact-x.gguf").is_dir()
+
+
 def test_a_full_disk_leaves_nothing(sidecar: Sidecar, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
