@@ -8,15 +8,19 @@ products with weights that were placed with it.
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from gguf import GGMLQuantizationType as Type
 
 from . import _native
 from .library import llama
 
+TRIAL_BYTES = 48 << 20  # of weights per pass: more than most caches hold
+TRIAL_SHAPE = (1024, 2048)  # values in, values out; a row is a multiple of every block
 _lock = threading.Lock()
 
 
@@ -71,3 +75,50 @@ def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[
         yield placed
     finally:
         _native.smallbatch_set_placing([])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How long products with `TRIAL_BYTES` of weights of one type took, in seconds, at each number of rows.
+
+    `ours_s` by the small-batch device, `stock_s` by llama.cpp's CPU backend with the weights repacked for it.
+    """
+
+    type: Type
+    n_rows: tuple[int, ...]
+    ours_s: tuple[float, ...]
+    stock_s: tuple[float, ...]
+
+    @property
+    def ours_gains(self) -> float:
+        """How many times as fast ours is: the geometric mean over the numbers of rows."""
+        ratios = [stock / ours for stock, ours in zip(self.stock_s, self.ours_s, strict=True)]
+        return math.prod(ratios) ** (1 / len(ratios))
+
+
+def try_out(type: Type | int, *, n_rows: Sequence[int], threads: int, repeats: int = 4) -> Trial:
+    """Times products with made-up weights of `type`, by ours and by the CPU backend in turns; about half a second.
+
+    Args:
+        n_rows: numbers of rows, 1 to 8: what matters is 1 and depth + 1.
+        threads: CPU threads.
+        repeats: passes of each, of which the fastest counts.
+
+    Raises:
+        ValueError: `type` has no kernels here (see `types()`).
+
+    Example:
+        >>> try_out(Type.Q4_K, n_rows=(1, 4), threads=8).ours_gains > 1      # doctest: +SKIP
+        True
+    """
+    if Type(type) not in types():
+        raise ValueError(f"{Type(type).name} has no small-batch kernels here: {problem() or 'not that type'}")
+    times = [
+        tuple(
+            _native.smallbatch_trial(
+                int(type), *TRIAL_SHAPE, TRIAL_BYTES, list(n_rows), threads, repeats, ours
+            )
+        )
+        for ours in (True, False)
+    ]
+    return Trial(Type(type), tuple(n_rows), *times)

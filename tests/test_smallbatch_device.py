@@ -155,6 +155,16 @@ def test_plain_and_speculative_text_are_equal(pair_of: Any) -> None:
         assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
+def test_a_trial_times_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_verbose(False)
+    monkeypatch.setattr(kernels, "TRIAL_BYTES", 1 << 20)
+    trial = kernels.try_out(T.Q4_K, n_rows=(1, 4), threads=2, repeats=2)
+    assert len(trial.ours_s) == len(trial.stock_s) == 2
+    assert trial.ours_gains > 0
+    with pytest.raises(ValueError, match="Q2_K has no small-batch kernels"):
+        kernels.try_out(T.Q2_K, n_rows=(1,), threads=1)
+
+
 BESIDE = """
 import hashlib, sys, llama_cpp
 main, ours = sys.argv[1], sys.argv[2] == "with"

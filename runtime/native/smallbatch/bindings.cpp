@@ -13,6 +13,7 @@
 #include "device.h"
 #include "kernels.h"
 #include "team.h"
+#include "trial.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -81,4 +82,17 @@ void bind_smallbatch(nb::module_ & m) {
           "Models that this thread loads from now on have their matrices of these types placed with the device.");
     m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
           "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type `type`.");
+    m.def(
+        "smallbatch_read",
+        [](nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes, int n_threads) {
+            return read_all(bytes.data(), bytes.shape(0) / 64 * 64, n_threads);
+        },
+        "bytes"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>(), "Reads memory and does nothing else: the roofline.");
+    m.def(
+        "smallbatch_trial",
+        [](int32_t type, int64_t n_in, int64_t n_out, size_t n_bytes, const std::vector<int> & n_rows, int n_threads, int repeats,
+           bool ours) { return run_trial({type, n_in, n_out, n_bytes, n_threads, repeats}, n_rows, ours); },
+        "type"_a, "n_in"_a, "n_out"_a, "n_bytes"_a, "n_rows"_a, "n_threads"_a, "repeats"_a, "ours"_a,
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Seconds of the fastest pass over n_bytes of weights, for each number of rows, by the device or by the CPU backend.");
 }

@@ -250,4 +250,8 @@ void set_placing(const std::vector<int32_t> & types) {
     }
 }
 
+ggml::Device * registered_device() { return &device; }
+ggml::BufferType * weights_buffer_type() { return &weights_type; }
+const ggml::Library & bound_library() { return library; }
+
 }  // namespace sidecar::smallbatch

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "ggml_abi.h"
+
 namespace sidecar::smallbatch {
 
 // Registers the device with the library that has this dlopen handle, once; later calls repeat the first one's answer.
@@ -28,5 +30,10 @@ void use_set(const std::string & name);
 // From now on the models that this thread loads have their matrices of these ggml types placed with the device; with no
 // types, none.
 void set_placing(const std::vector<int32_t> & types);
+
+// The device, where weights for it lie, and ggml as it was bound. Only after register_device() has succeeded.
+ggml::Device * registered_device();
+ggml::BufferType * weights_buffer_type();
+const ggml::Library & bound_library();
 
 }  // namespace sidecar::smallbatch

@@ -39,6 +39,14 @@ std::string resolve(void * handle, Library & library) {
     find(library.view_1d, "ggml_view_1d");
     find(library.mul_mat, "ggml_mul_mat");
     find(library.set_name, "ggml_set_name");
+    find(library.new_graph, "ggml_new_graph");
+    find(library.build_forward_expand, "ggml_build_forward_expand");
+    find(library.graph_compute, "ggml_backend_graph_compute");
+    find(library.alloc_tensors, "ggml_backend_alloc_ctx_tensors_from_buft");
+    find(library.tensor_set, "ggml_backend_tensor_set");
+    find(library.n_bytes, "ggml_nbytes");
+    find(library.supports_op, "ggml_backend_dev_supports_op");
+    find(library.proc_address, "ggml_backend_reg_get_proc_address");
     find(library.tensor_overhead, "ggml_tensor_overhead");
     find(library.op_name, "ggml_op_name");
     return missing;

@@ -158,6 +158,14 @@ struct Library {
     Tensor * (*view_1d)(Context *, Tensor *, int64_t n, size_t offset);
     Tensor * (*mul_mat)(Context *, Tensor *, Tensor *);
     Tensor * (*set_name)(Tensor *, const char *);
+    Graph * (*new_graph)(Context *);
+    void (*build_forward_expand)(Graph *, Tensor *);
+    int32_t (*graph_compute)(Backend *, Graph *);
+    Buffer * (*alloc_tensors)(Context *, BufferType *);
+    void (*tensor_set)(Tensor *, const void *, size_t offset, size_t n_bytes);
+    size_t (*n_bytes)(const Tensor *);
+    bool (*supports_op)(Device *, const Tensor *);
+    void * (*proc_address)(Registry *, const char *);
     size_t (*tensor_overhead)();
     const char * (*op_name)(int32_t);
 };

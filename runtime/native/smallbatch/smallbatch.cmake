@@ -17,7 +17,7 @@ function(add_kernel_set name)
 endfunction()
 
 target_sources(_native PRIVATE smallbatch/bindings.cpp smallbatch/device.cpp smallbatch/ggml_abi.cpp
-               smallbatch/kernels.cpp smallbatch/team.cpp)
+               smallbatch/kernels.cpp smallbatch/team.cpp smallbatch/trial.cpp)
 add_kernel_set(portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     set(avx2 -mavx2 -mfma -mf16c)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 namespace sidecar::smallbatch {
 
@@ -67,6 +68,21 @@ void multiply(const Kernel & kernel, const Product * products, size_t n_products
         part.end = std::min(part.begin + chunk, n_out);
         kernel.multiply[n_rows - 1](part);
     });
+}
+
+uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads) {
+    std::atomic<uint64_t> total{0};
+    deal((n_bytes + chunk_bytes - 1) / chunk_bytes, n_bytes, n_threads, [&](size_t i) {
+        const uint8_t * end = bytes + std::min((i + 1) * chunk_bytes, n_bytes);
+        uint64_t sums[8] = {};
+        for (const uint8_t * p = bytes + i * chunk_bytes; p < end; p += sizeof sums) {
+            uint64_t words[8];
+            std::memcpy(words, p, sizeof words);
+            for (int j = 0; j < 8; ++j) sums[j] ^= words[j];
+        }
+        for (uint64_t sum : sums) total.fetch_xor(sum, std::memory_order_relaxed);
+    });
+    return total;
 }
 
 }  // namespace sidecar::smallbatch

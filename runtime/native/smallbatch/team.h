@@ -51,4 +51,8 @@ void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared
 // Small products stay on the calling thread.
 void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_rows, int n_threads);
 
+// Reads n_bytes (a multiple of 64) and does nothing else: as fast as this memory can be read by so many threads.
+// Returns the exclusive or of all words, so that nothing can be left out.
+uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads);
+
 }  // namespace sidecar::smallbatch
