@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from llama_sidecar.runtime import load
 from llama_sidecar.runtime.bench import p_accept
 from llama_sidecar.runtime.prompts import read_prompts
 
+ENVIRONMENT = dict(os.environ)  # llama-server's: as the user has it
 CODE = Path(__file__).parents[1] / "prompts" / "code.jsonl"
 
 
@@ -56,7 +58,7 @@ def serving(args: argparse.Namespace, *, speculative: bool) -> Iterator[int]:
         if args.synthetic_length:
             command += ["--spec-synth-len", args.synthetic_length]
     process = subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
     )
     try:
         for _ in range(240):
@@ -103,7 +105,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     with (
         serving(args, speculative=False) as plain_port,
         serving(args, speculative=True) as spec_port,
-        load(args.main, args.sidecar, depth=args.depth, ctx=args.ctx, threads=args.threads) as model,
+        load(
+            args.main,
+            args.sidecar,
+            depth=args.depth,
+            ctx=args.ctx,
+            threads=args.threads,
+            kernels=args.kernels,
+        ) as model,
         model.session(spec_type="none") as plain,
         model.session() as spec,
     ):
@@ -147,6 +156,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "n": args.n,
         "pairs": args.pairs,
         "threads": args.threads,
+        "kernels": args.kernels,
         **{name.replace(" ", "_") + "_tok_s": median(values) for name, values in speeds.items()},
         "peer_speedup": ratio["peer"],
         "our_speedup": ratio["our"],
@@ -173,8 +183,12 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=96)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--kernels", default="stock", help="ours: stock or ours")
     parser.add_argument("--threads", type=int, default=2)
-    result = compare(parser.parse_args())
+    args = parser.parse_args()
+    if "OMP_WAIT_POLICY" not in os.environ:  # ours: as `llama-sidecar` sets it, before OpenMP is loaded
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    result = compare(args)
     print(
         f"| {result['main']}, depth {result['depth']} | plain tok/s | speculative tok/s | speed-up | acceptance |"
     )
