@@ -71,7 +71,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     if not os.path.isdir(folder):  # for os.path a name that is too long is no file, and no exception
         found = "is a file" if os.path.exists(folder) else "does not exist"
-        raise NotACheckpoint(f"{folder} {found}; expected the folder of a Hugging Face checkpoint")
+        raise NotACheckpoint(
+            f"{folder} {found}; expected the folder of a Hugging Face checkpoint (`hf download ORG/NAME --local-dir FOLDER` makes one)"
+        )
     if not os.access(folder, os.R_OK | os.X_OK):
         raise NotACheckpoint(f"{folder} cannot be read: permission denied")
     if not os.path.isfile(folder / "config.json"):

@@ -139,7 +139,7 @@ class _Started:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with suppress(OSError):  # a file system without locks: then nothing is ever swept there
-                fcntl.flock(self.fd, fcntl.LOCK_EX)
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.header.write_header_to_file(self.path)
             file.header.write_kv_data_to_file()
             file.header.write_ti_data_to_file()

@@ -23,8 +23,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a pr
 def command(ctx: click.Context) -> None:
     """List or clear what runs have kept for the next one.
 
-    There are compact heads and hashes of model files, which are made again when they are needed, and how often each model
-    wrote each token (counts, never text). The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
+    There are compact heads, hashes of model files and what drafting costs here, which are made again when they are needed,
+    and how often each model wrote each token (counts, never text). The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
     """
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_command)

@@ -34,11 +34,14 @@ NONE = "none"
     type=click.Choice([*TYPES, NONE], case_sensitive=False),
     default="Q8_0",
     show_default=True,
-    help="Type of the main file's weights; none writes the sidecar alone, for a main file you have already.",
+    metavar="TYPE",
+    help=f"Type of the main file's weights: {', '.join(TYPES)}; or none, which writes the sidecar alone, for a main file "
+    "you have already.",
 )
 @click.option(
     "--sidecar-type",
     type=click.Choice([*TYPES], case_sensitive=False),
+    metavar="TYPE",
     help="Type of all the sidecar's weights.  [default: Q8_0, with the vocabulary's matrices at Q4_0]",
 )
 @click.option("--name", help="Name of the model and of its files.  [default: the checkpoint's]")
