@@ -239,8 +239,8 @@ def _write_data(started: Collection[_Started], progress: Progress | None) -> Non
     total = sum(t.n_bytes for one in started for t in one.file.tensors)
     done = 0
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
-        futures = [pool.submit(_write_slice, *part) for part in _slices(started)]
         try:
+            futures = [pool.submit(_write_slice, *part) for part in _slices(started)]
             for future in as_completed(futures):
                 n_bytes, name = future.result()
                 done += n_bytes

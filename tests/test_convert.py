@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -671,6 +672,27 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert(make_checkpoint(tmp_path), out, progress=interrupt)
     assert files_in(out) == []
+
+
+def test_an_interrupt_does_not_wait_for_what_has_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices, write, written = writer._slices, writer._write_slice, []
+
+    def interrupted(started: Any) -> Any:
+        yield from list(slices(started)) * 20
+        raise KeyboardInterrupt
+
+    def slow(*part: Any) -> tuple[int, str]:
+        written.append(part)
+        time.sleep(0.01)
+        return write(*part)
+
+    monkeypatch.setattr(writer, "_slices", interrupted)
+    monkeypatch.setattr(writer, "_write_slice", slow)
+    with pytest.raises(KeyboardInterrupt):
+        convert(make_checkpoint(tmp_path), tmp_path / "out")
+    assert len(written) < 500 and not (tmp_path / "out").exists()
 
 
 def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
