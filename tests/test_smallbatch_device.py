@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import models
 import numpy as np
 import pytest
@@ -124,6 +125,54 @@ def test_attention_only_model_and_its_head(pair_of: Any) -> None:
     for widths in ([2], [5], [8], [3, 1, 7]):
         assert (logits(weights, widths, n_prompt=240, n=32) == alone).all()
     weights.close()
+
+
+def write_experts(path: Path, type: T, *, n_expert: int = 6, n_used: int = 3) -> Path:
+    """A two-layer Qwen3-MoE of random weights: 64 values wide, over the 256 bytes."""
+    rng = np.random.default_rng(0)
+    out = gguf.GGUFWriter(path, "qwen3moe")
+    numbers = {"block_count": 2, "context_length": 512, "embedding_length": 64, "feed_forward_length": 64}
+    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32}
+    numbers |= {"attention.value_length": 32, "expert_count": n_expert, "expert_used_count": n_used}
+    for key, value in (numbers | {"expert_feed_forward_length": 32}).items():
+        out.add_uint32(f"qwen3moe.{key}", value)
+    out.add_float32("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen2")
+    out.add_token_list(models.byte_tokens())
+    out.add_token_types([1] * 256)
+    out.add_token_merges(["Ġ Ġ"])
+    shapes = {"token_embd": (256, 64), "output_norm": (64,)}
+    for i in (0, 1):
+        shapes |= {f"blk.{i}.{n}": (64,) for n in ("attn_norm", "ffn_norm")}
+        shapes |= {f"blk.{i}.{n}": (32,) for n in ("attn_q_norm", "attn_k_norm")}
+        shapes |= {f"blk.{i}.attn_{n}": (64, 64) for n in "kv"} | {f"blk.{i}.attn_q": (128, 64)}
+        shapes |= {f"blk.{i}.attn_output": (64, 128), f"blk.{i}.ffn_gate_inp": (n_expert, 64)}
+        shapes |= {f"blk.{i}.ffn_{n}_exps": (n_expert, 32, 64) for n in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps": (n_expert, 64, 32)}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape).astype(np.float32) * (
+            1 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
+        )
+        if len(shape) == 1 or "gate_inp" in name:
+            out.add_tensor(f"{name}.weight", values)
+        else:
+            out.add_tensor(f"{name}.weight", gguf.quants.quantize(values, type), raw_dtype=type)
+    for write in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
+        write()
+    return path
+
+
+@pytest.mark.parametrize("type", [T.F32, T.Q8_0])
+def test_experts(type: T, tmp_path: Path) -> None:
+    path = write_experts(tmp_path / "experts.gguf", type)
+    weights, stock = open_weights(path), open_weights(path, [])
+    alone = logits(weights, [1])
+    for widths in ([2], [3], [4], [8], [5, 1, 7]):
+        assert (logits(weights, widths) == alone).all()
+    assert np.abs(alone - logits(stock, [1])).max() < (0.01 if type == T.F32 else 0.5)
+    weights.close()
+    stock.close()
 
 
 def test_longer_prompts_are_the_cpu_backend_s(file_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     RowBuffer buffer;
     uint8_t * rows = buffer.reserve(n_rows * x_bytes);
     prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows, n_threads);
-    const Product product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, 0, n_out};
-    multiply(*kernel, &product, 1, int(n_rows), n_threads);
+    const Product product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n_rows), 0, n_out};
+    multiply(*kernel, &product, 1, n_threads);
 }
 
 }  // namespace

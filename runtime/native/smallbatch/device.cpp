@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -19,7 +20,7 @@ using namespace ggml;
 constexpr const char * device_name = "SMALLBATCH";
 
 Library library;
-int32_t op_mul_mat = -1;
+int32_t op_mul_mat = -1, op_mul_mat_id = -1;
 std::string forced_set;
 thread_local uint64_t placed_types = 0;  // one bit per ggml type
 
@@ -67,11 +68,13 @@ bool lies_here(const Tensor & t) {
     return buffer != nullptr && buffer->type == &weights_type;
 }
 
+bool is_product(const Tensor & t) { return t.op == op_mul_mat || t.op == op_mul_mat_id; }
+
 // Whether t's first argument, its first argument and so on lead to a product with weights that lie here.
 bool comes_from_here(const Tensor * t) {
     for (int i = 0; t != nullptr && i < 64; ++i) {
-        if (t->op == op_mul_mat && lies_here(*t->src[0])) return true;
-        t = t->op == op_mul_mat ? t->src[1] : t->src[0];
+        if (is_product(*t) && lies_here(*t->src[0])) return true;
+        t = is_product(*t) ? t->src[1] : t->src[0];
     }
     return false;
 }
@@ -86,60 +89,122 @@ bool is_contiguous(const Tensor & t) {
 }
 
 bool supports_op(Device *, const Tensor * op) {
-    if (op->op != op_mul_mat) return false;
+    if (!is_product(*op)) return false;
     const Tensor & weights = *op->src[0];
     const Tensor & x = *op->src[1];
     const bool is_placed_here = lies_here(weights);
     // The loader asks with an empty buffer and 512 rows whether weights could lie here at all.
-    if (is_placed_here && buffer_of(weights)->size == 0) return is_placed(weights.type) && weights.ne[2] == 1 && weights.ne[3] == 1;
-    if (x.ne[1] > max_rows || !(is_placed_here || comes_from_here(&x)) || kernel_for(weights.type) == nullptr) return false;
-    return x.type == type_f32 && op->type == type_f32 && op->op_params[1] != hint_hadamard && is_contiguous(*op) &&
+    if (is_placed_here && buffer_of(weights)->size == 0) return is_placed(weights.type);
+    if (!(is_placed_here || comes_from_here(&x)) || kernel_for(weights.type) == nullptr) return false;
+    const bool is_small = op->op == op_mul_mat ? x.ne[1] <= max_rows && x.ne[2] % weights.ne[2] == 0
+                                               : x.ne[2] <= max_rows && op->src[2]->type == type_i32;
+    return is_small && x.type == type_f32 && op->type == type_f32 && op->op_params[1] != hint_hadamard && is_contiguous(*op) &&
            has_contiguous_rows(weights, block_of(Type(weights.type))) && has_contiguous_rows(x, block_of(Type::f32)) &&
-           x.ne[3] == 1 && weights.ne[3] == 1 && x.ne[2] % weights.ne[2] == 0;
+           x.ne[3] == 1 && weights.ne[3] == 1;
 }
 
 // One context's stream of products.
-struct Stream {
+class Stream {
+  public:
     int n_threads = 4;  // ggml's default, until the context says otherwise
-    RowBuffer buffer;
-    std::vector<Product> products;
 
-    // The rows prepared last: q, k and v, or gate and up, have theirs in common.
-    const Tensor * x = nullptr;
-    Prepare prepared_by = nullptr;
-    uint8_t * rows = nullptr;
+    // Forgets which rows are prepared: a tensor's address may mean another one in the next graph.
+    void begin() { x_ = nullptr; }
 
-    void product(const Tensor & op) {
+    // (n_planes, n_rows, n_in) times (n_matrices, n_out, n_in): consecutive planes share a matrix.
+    void multiply_planes(const Tensor & op) {
         const Tensor & weights = *op.src[0];
         const Kernel & kernel = *kernel_for(weights.type);
-        const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
-        const size_t n_rows = size_t(op.ne[1]), n_planes = size_t(op.ne[2]);
-        const size_t x_bytes = kernel.format.n_bytes(n_in);
+        const size_t n_out = size_t(weights.ne[1]), n_rows = size_t(op.ne[1]), n_planes = size_t(op.ne[2]);
         if (n_rows == 0 || n_planes == 0) return;  // a decode without outputs
-        if (x != op.src[1] || prepared_by != kernel.format.prepare) {
-            x = op.src[1];
-            prepared_by = kernel.format.prepare;
-            rows = buffer.reserve(n_rows * n_planes * x_bytes);
-            prepare(kernel, {static_cast<const uint8_t *>(x->data), n_in, n_rows, n_planes, x->nb[1], x->nb[2]}, rows, n_threads);
-        }
+        prepare_rows(kernel, *op.src[1]);
         const size_t planes_per_matrix = n_planes / size_t(weights.ne[2]);  // heads that share keys and values
-        products.resize(n_planes);
+        products_.clear();
         for (size_t i = 0; i < n_planes; ++i) {
-            products[i] = {static_cast<const uint8_t *>(weights.data) + i / planes_per_matrix * weights.nb[2], weights.nb[1], n_in,
-                           rows + i * n_rows * x_bytes, x_bytes, static_cast<float *>(op.data) + i * n_rows * n_out, n_out, 0, n_out};
+            products_.push_back(product(weights, i / planes_per_matrix, rows_ + i * n_rows * x_bytes_, int(n_rows),
+                                        static_cast<float *>(op.data) + i * n_rows * n_out));
         }
-        multiply(kernel, products.data(), n_planes, int(n_rows), n_threads);
+        multiply(kernel, products_.data(), products_.size(), n_threads);
     }
+
+    // out(t, u) = x(t, u or 0) times matrix ids(t, u), for tokens t and the experts u that each of them uses. Rows that
+    // use the same expert are brought together, so that its weights are read once.
+    void multiply_by_id(const Tensor & op) {
+        const Tensor & weights = *op.src[0], & x = *op.src[1], & ids = *op.src[2];
+        const Kernel & kernel = *kernel_for(weights.type);
+        const size_t n_out = size_t(weights.ne[1]), n_used = size_t(ids.ne[0]), n_tokens = size_t(ids.ne[1]);
+        if (n_used == 0 || n_tokens == 0) return;
+        prepare_rows(kernel, x);
+        uses_.clear();
+        for (size_t t = 0; t < n_tokens; ++t) {
+            for (size_t u = 0; u < n_used; ++u) {
+                const uint8_t * id = static_cast<const uint8_t *>(ids.data) + t * ids.nb[1] + u * ids.nb[0];
+                const size_t x_row = t * size_t(x.ne[1]) + u % size_t(x.ne[1]);
+                uses_.push_back({*reinterpret_cast<const int32_t *>(id), x_row, t * n_used + u});
+            }
+        }
+        std::sort(uses_.begin(), uses_.end(), [](const Use & a, const Use & b) {
+            return a.expert != b.expert ? a.expert < b.expert : a.out_row < b.out_row;
+        });
+        uint8_t * sorted_x = sorted_x_.reserve(uses_.size() * x_bytes_);
+        float * sorted_out = reinterpret_cast<float *>(sorted_out_.reserve((uses_.size() * n_out * 4 + 63) / 64 * 64));
+        products_.clear();
+        for (size_t i = 0; i < uses_.size(); ++i) {
+            std::memcpy(sorted_x + i * x_bytes_, rows_ + uses_[i].x_row * x_bytes_, x_bytes_);
+            if (i > 0 && uses_[i].expert == uses_[i - 1].expert && products_.back().n_rows < max_rows) {
+                products_.back().n_rows += 1;
+            } else {
+                products_.push_back(product(weights, size_t(uses_[i].expert), sorted_x + i * x_bytes_, 1, sorted_out + i * n_out));
+            }
+        }
+        multiply(kernel, products_.data(), products_.size(), n_threads);
+        for (size_t i = 0; i < uses_.size(); ++i) {
+            std::memcpy(static_cast<float *>(op.data) + uses_[i].out_row * n_out, sorted_out + i * n_out, n_out * 4);
+        }
+    }
+
+  private:
+    struct Use {
+        int32_t expert;
+        size_t x_row, out_row;
+    };
+
+    // All rows of x, for this kernel. Those prepared last are kept: q, k and v, or gate and up, have theirs in common.
+    void prepare_rows(const Kernel & kernel, const Tensor & x) {
+        if (x_ == &x && prepared_by_ == kernel.format.prepare) return;
+        const size_t n_in = size_t(x.ne[0]), n_rows = size_t(x.ne[1]), n_planes = size_t(x.ne[2]);
+        x_bytes_ = kernel.format.n_bytes(n_in);
+        rows_ = buffer_.reserve(n_rows * n_planes * x_bytes_);
+        prepare(kernel, {static_cast<const uint8_t *>(x.data), n_in, n_rows, n_planes, x.nb[1], x.nb[2]}, rows_, n_threads);
+        x_ = &x;
+        prepared_by_ = kernel.format.prepare;
+    }
+
+    Product product(const Tensor & weights, size_t matrix, const uint8_t * rows, int n_rows, float * out) const {
+        const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
+        return {static_cast<const uint8_t *>(weights.data) + matrix * weights.nb[2], weights.nb[1], n_in, rows, x_bytes_, out, n_out,
+                n_rows, 0, n_out};
+    }
+
+    const Tensor * x_ = nullptr;
+    Prepare prepared_by_ = nullptr;
+    uint8_t * rows_ = nullptr;
+    size_t x_bytes_ = 0;
+    RowBuffer buffer_, sorted_x_, sorted_out_;
+    std::vector<Product> products_;
+    std::vector<Use> uses_;
 };
 
 int32_t graph_compute(Backend * backend, Graph * graph) {
     Stream & stream = *static_cast<Stream *>(backend->context);
-    stream.x = nullptr;  // a tensor's address may mean another one in the next graph
+    stream.begin();
     try {
         const int n_nodes = library.graph_n_nodes(graph);
         for (int i = 0; i < n_nodes; ++i) {
-            Tensor & node = *library.graph_node(graph, i);
-            if (node.op == op_mul_mat && (node.flags & flag_compute) != 0) stream.product(node);
+            const Tensor & node = *library.graph_node(graph, i);
+            if ((node.flags & flag_compute) == 0) continue;
+            if (node.op == op_mul_mat) stream.multiply_planes(node);
+            if (node.op == op_mul_mat_id) stream.multiply_by_id(node);
         }
     } catch (const std::bad_alloc &) {
         return status_alloc_failed;
@@ -208,12 +273,12 @@ void * cpu_library() {
     return dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
 }
 
-int32_t find_op_mul_mat() {
+void find_ops() {
     Context * context = library.init({1 << 16, nullptr, true});
     Tensor * t = library.new_tensor_2d(context, type_f32, 1, 1);
-    const int32_t op = library.mul_mat(context, t, t)->op;
+    op_mul_mat = library.mul_mat(context, t, t)->op;
     library.free(context);
-    return op;
+    if (std::strcmp(library.op_name(op_mul_mat + 1), "MUL_MAT_ID") == 0) op_mul_mat_id = op_mul_mat + 1;
 }
 
 std::string try_to_register(void * handle) {
@@ -224,7 +289,7 @@ std::string try_to_register(void * handle) {
     if (!differing.empty()) return differing;
     void * cpu = cpu_library();
     if (cpu == nullptr || !bind_team(cpu)) return "ggml's CPU backend was built without OpenMP";
-    op_mul_mat = find_op_mul_mat();
+    find_ops();
     library.register_backend(&registry);
     return "";
 }

@@ -41,7 +41,7 @@ constexpr Block block_of(Type type) {
     return {0, 0};
 }
 
-// Outputs begin .. end-1 of a product.
+// Outputs begin .. end-1 of a product with n_rows rows.
 struct Product {
     const uint8_t * weights;  // (n_out, n_in) in blocks, rows contiguous; any alignment
     size_t row_bytes;         // of one row of weights
@@ -50,6 +50,7 @@ struct Product {
     size_t x_bytes;           // of one prepared row
     float * out;              // (n_rows, out_stride)
     size_t out_stride;
+    int n_rows;
     size_t begin, end;
 };
 
@@ -63,7 +64,7 @@ struct Format {
     Prepare prepare;
 };
 
-// What one kernel set has for one type; `multiply[r-1]` takes r rows.
+// What one kernel set has for one type; `multiply[r-1]` takes products of r rows.
 struct Kernel {
     Type type;
     Format format;

@@ -58,7 +58,7 @@ void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared
     });
 }
 
-void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_rows, int n_threads) {
+void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_threads) {
     const size_t n_out = products->end, row_bytes = products->row_bytes;
     const size_t chunk = std::max<size_t>(1, chunk_bytes / row_bytes / line_floats) * line_floats;
     const size_t n_chunks = (n_out + chunk - 1) / chunk;
@@ -66,7 +66,7 @@ void multiply(const Kernel & kernel, const Product * products, size_t n_products
         Product part = products[i / n_chunks];
         part.begin = i % n_chunks * chunk;
         part.end = std::min(part.begin + chunk, n_out);
-        kernel.multiply[n_rows - 1](part);
+        kernel.multiply[part.n_rows - 1](part);
     });
 }
 
