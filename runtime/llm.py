@@ -367,7 +367,9 @@ class Model:
         devices = placement.gpus()
         if not devices or self.settings.device == "none":
             return 0
-        names = self.settings.device.split(",") if self.settings.device else [d.name for d in devices]
+        names = [d.name for d in devices]
+        if self.settings.device:
+            names = [name.strip() for name in self.settings.device.split(",")]
         bits = (
             placement.CACHE_BITS[self.settings.cache_type_k.lower()]
             + placement.CACHE_BITS[self.settings.cache_type_v.lower()]

@@ -6,6 +6,7 @@ Thin Python around the native session: one call per piece of the prompt and one 
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 import weakref
@@ -144,20 +145,22 @@ class Session:
         Example:
             >>> "".join(session.generate("def add(a, b):", max_tokens=16))      # doctest: +SKIP
         """
-        tokens = self.model.vocab.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        tokens = self.model.vocab.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         sampling = self.model.sampling.with_options(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
         )
         self._check_prompt(tokens)
-        if max_tokens is not None and max_tokens < 1:
-            raise PromptError(f"max_tokens {max_tokens} is less than 1")
-        if depth is not None and depth < 0:
-            raise PromptError(f"depth {depth} is negative")
+        for name, value, least in (("max_tokens", max_tokens, 1), ("depth", depth, 0)):
+            if value is not None and not (isinstance(value, int) and value >= least):
+                raise PromptError(f"{name} {value!r} is not a whole number of at least {least}")
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(s, str) for s in stop):
+            raise PromptError(f"stop strings {stop!r} are not all text")
         request = _Request(
             tokens=tokens,
             chooser=make_chooser(sampling),
             max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
-            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop=stop,
             depth=self.depth if depth is None else min(depth, self.depth),
             pace=self.pace if depth is None else None,
             ignore_eos=ignore_eos,
@@ -177,6 +180,8 @@ class Session:
     ) -> Generation:
         """For benchmarks: each draft stands by a coin toss of probability `p_accept`. The text is meaningless."""
         self._check_prompt(list(prompt))
+        if not 0 <= p_accept <= 1:
+            raise PromptError(f"an acceptance of {p_accept} is not between 0 and 1")
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
         return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, None, ignore_eos=True))
 
@@ -190,7 +195,7 @@ class Session:
             SessionError: more rows than a verification here has; the session is closed, or generating elsewhere.
         """
         self._check_prompt(list(tokens))
-        n_most = min(self.depth + 1, self._settings.batch)
+        n_most = min(self.depth + 1, self._settings.batch, self.n_ctx)
         if not 1 <= n_rows <= n_most:
             raise SessionError(f"{n_rows} rows in a decode: this session has 1 to {n_most}")
         with self._lock:
@@ -311,6 +316,13 @@ def _free_session(natives: list[Any], contexts: list[Any], _weights: object) -> 
         free_context(contexts.pop())
 
 
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in prompt]  # also numpy's integers, but no 3.7
+    except TypeError as error:
+        raise PromptError(f"the prompt is neither text nor token ids: {error}") from None
+
+
 @dataclass
 class _Request:
     tokens: list[int]
@@ -410,7 +422,7 @@ class Generation(Iterator[str]):
                     session._history = None
                     depth = request.pace.depth() if request.pace else request.depth
                     session._place(native, request.pace)
-                    depth = min(depth, request.max_tokens - len(self.tokens) - 1, n_room - 1)
+                    depth = min(depth, request.depth, request.max_tokens - len(self.tokens) - 1, n_room - 1)
                     round_ = native.step(request.chooser.native, depth, request.ignore_eos)
                     n_used, shown = self._take(round_.tokens)
                     if n_used < len(round_.tokens):

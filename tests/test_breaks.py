@@ -10,13 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from conftest import PairOf
 
-from llama_sidecar.runtime import LoadError, Model, PromptError, Scripted, Session, SessionError, load
+from llama_sidecar.runtime import (
+    LoadError,
+    Model,
+    PromptError,
+    Scripted,
+    Session,
+    SessionError,
+    load,
+    placement,
+)
 from llama_sidecar.runtime import session as session_module
 
 PROMPT = list(b"hello world, this is where it starts")
@@ -357,3 +367,27 @@ def test_file_names_that_are_no_text_load(pair_of: PairOf, tmp_path: Path) -> No
         pytest.skip("this file system takes UTF-8 only")
     with load(os.fsdecode(path), ctx=64, threads=1) as model:
         assert model.kind is None
+
+
+def test_a_prompt_and_its_options_of_other_types_are_refused_before_anything_runs(model: Model) -> None:
+    for prompt, options, words in (
+        (["a"], {}, "neither text nor token ids"),
+        ([3.7], {}, "neither text nor token ids"),
+        (7, {}, "neither text nor token ids"),
+        ("x", {"max_tokens": 1.5}, "max_tokens 1.5"),
+        ("x", {"depth": 1.5}, "depth 1.5"),
+        ("x", {"stop": [3]}, "stop strings"),
+    ):
+        with pytest.raises(PromptError, match=words):
+            model.generate(prompt, **options)  # type: ignore[arg-type]
+    with model.session() as session, pytest.raises(PromptError, match="acceptance of nan"):
+        session.generate_synthetic(PROMPT, p_accept=float("nan"), max_tokens=4)
+
+
+def test_spaces_in_a_list_of_devices_do_not_lose_a_device_s_memory(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [placement.Gpu("CUDA0", 1 << 40), placement.Gpu("CUDA1", 0)]
+    monkeypatch.setattr(placement, "gpus", lambda: gpus)
+    monkeypatch.setattr(model, "settings", replace(model.settings, device="CUDA1, CUDA0"))
+    assert model._place(None) == placement.ALL_LAYERS
