@@ -67,8 +67,9 @@ class Planned:
             with np.errstate(over="raise"):
                 return self._encoded(pieces)
         except FloatingPointError as error:
+            advice = "ask for BF16 or F32" if self.type == GGMLType.F16 else "the checkpoint is damaged"
             raise UnsupportedModel(
-                f"{pieces[0][0].name} has values beyond the range of {self.type.name}: ask for BF16 or F32, or mend the checkpoint"
+                f"{pieces[0][0].name} has values beyond the range of {self.type.name}: {advice}"
             ) from error
 
     def _encoded(self, pieces: list[tuple[Tensor, int, int]]) -> U8:

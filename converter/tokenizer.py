@@ -135,7 +135,7 @@ def _tokens(
         else:
             tokens[index], types[index] = text.replace("\u2581", " "), USER_DEFINED
     if len(set(tokens)) < size:
-        twice = [text for text, n in Counter(tokens).items() if n > 1]
+        twice = [text[:99] for text, n in Counter(tokens).items() if n > 1]
         raise BadTokenizer(
             f"tokenizer.json gives several ids one text ({', '.join(map(repr, twice[:5]))}); expected a text for each"
         )

@@ -87,7 +87,7 @@ def _check_vocabulary(main: MainFile, sidecar: Sidecar) -> None:
     for i, (ours, theirs) in enumerate(zip(main.tokens.iter_raw(), sidecar.tokens.iter_raw(), strict=False)):
         if ours != theirs:
             raise _mismatch(
-                main, sidecar, f"text of token {i}", repr(main.tokens[i]), repr(sidecar.tokens[i])
+                main, sidecar, f"text of token {i}", repr(main.tokens[i][:99]), repr(sidecar.tokens[i][:99])
             )
     if len(sidecar.tokens) < len(main.tokens):
         raise _mismatch(main, sidecar, "vocabulary's size", len(main.tokens), len(sidecar.tokens))

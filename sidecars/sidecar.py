@@ -174,7 +174,7 @@ def _tokens(header: GGUFHeader) -> StringArray:
     seen = set(tokens.iter_raw())
     if len(seen) < len(tokens):
         counts = Counter(text for text in tokens.iter_raw() if text)
-        twice = [text.decode("utf-8", "replace") for text, n in counts.items() if n > 1]
+        twice = [text[:99].decode("utf-8", "replace") for text, n in counts.items() if n > 1]
         if twice:
             raise errors.DuplicateName(
                 f"{header.path}: {keys.TOKENS} holds {', '.join(map(repr, twice[:5]))} more than once; a text for each id is expected"
