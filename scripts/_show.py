@@ -48,7 +48,7 @@ def stats_line(generation: Generation) -> str:
     parts.append(f"prompt {stats.n_prompt} tokens{reused} in {stats.prompt_s:.2f} s")
     if generation.finish_reason != "stop":
         parts.append({"length": "no more room (-n, --ctx)"}.get(str(generation.finish_reason), "stopped"))
-    return " | ".join(parts)
+    return printable(" | ".join(parts))
 
 
 def _drafting(stats: Stats) -> str:

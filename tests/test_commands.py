@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from checkpoints import make_checkpoint
@@ -15,7 +17,9 @@ from click.testing import CliRunner, Result
 from conftest import PairOf
 
 from llama_sidecar import sidecars
+from llama_sidecar.runtime import Generation, Stats
 from llama_sidecar.scripts import __main__ as entry
+from llama_sidecar.scripts import _show
 from llama_sidecar.scripts.__main__ import cli
 from llama_sidecar.sidecars import KINDS, LlamaSidecarError
 
@@ -222,6 +226,16 @@ def test_without_text_and_without_a_pipe_run_says_what_it_needs(
     monkeypatch.setattr(_options.sys, "stdin", Terminal())
     with pytest.raises(Exception, match="-p TEXT, -f FILE or a pipe"):
         _options.read_prompt(None, None)
+
+
+def test_what_a_file_is_called_reaches_no_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = Stats(None, "off", "dflash-\x1b[31m\n.gguf is a dflash sidecar", 0)
+    line = _show.stats_line(cast(Generation, SimpleNamespace(stats=stats, finish_reason="stop")))
+    _show.note("mtp-\x1b[31m\n.gguf")
+    shown = (
+        line + _show.table(["", ""], [("model", "\x1b[31m\n.gguf")]) + capsys.readouterr().err.rstrip("\n")
+    )
+    assert "\x1b" not in shown and shown.count("\n") == 2 and shown.count("\\x1b[31m\\n.gguf") == 3
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback(main: Path) -> None:
