@@ -296,15 +296,8 @@ struct Q6_K {
     template <class I>
     struct Unit : SuperBlock<I> {
         const uint8_t * w;
-        float scale[2][8];  // of the first and of the other 16 values of each block
-        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : w(block) {
-            const float d = I::half(w + 208);
-            const int8_t * scales = reinterpret_cast<const int8_t *>(w + 192);
-            for (int j = 0; j < 8; ++j) {
-                scale[0][j] = d * float(scales[2 * j]);
-                scale[1][j] = d * float(scales[2 * j + 1]);
-            }
-        }
+        float d;
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : w(block), d(I::half(block + 208)) {}
         SMALLBATCH_INLINE Pack<I> pack(int i) const {
             const int first = this->pack_blocks * i, second = first + I::group;
             Pack<I> result;
@@ -313,12 +306,11 @@ struct Q6_K {
                 const auto low_at = [=](int b) { return low + b / 4 * 64 + b % 2 * 32; };
                 const auto a = I::gather([=](int b) { return low_at(first + b); });
                 const auto b = I::gather([=](int j) { return low_at(second + j); });
-                const auto c = I::fill16(high + first / 4 * 32), d = I::fill16(high + second / 4 * 32);
-                result.v[2 * half] = values(first, I::interleave_low(a, b), I::interleave_low(c, d));
-                result.v[2 * half + 1] = values(first, I::interleave_high(a, b), I::interleave_high(c, d));
+                const auto above_a = I::fill16(high + first / 4 * 32), above_b = I::fill16(high + second / 4 * 32);
+                result.v[2 * half] = values(first, I::interleave_low(a, b), I::interleave_low(above_a, above_b));
+                result.v[2 * half + 1] = values(first, I::interleave_high(a, b), I::interleave_high(above_a, above_b));
             }
-            result.scale = I::spread(scale[0] + first);
-            result.scale_16 = I::spread(scale[1] + first);
+            I::scale_pairs(w + 192 + 2 * first, d, result.scale, result.scale_16);
             return result;
         }
         static SMALLBATCH_INLINE typename I::bytes values(int first, typename I::bytes low, typename I::bytes high) {

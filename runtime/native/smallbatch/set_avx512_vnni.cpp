@@ -132,6 +132,13 @@ struct Avx512Vnni {
         _mm256_storeu_ps(scaled, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
     }
 
+    static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(bytes))));
+        const __m512i order = _mm512_setr_epi32(0, 0, 8, 8, 2, 2, 10, 10, 4, 4, 12, 12, 6, 6, 14, 14);
+        first = _mm512_permutexvar_ps(order, scaled);
+        second = _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(1)), scaled);
+    }
+
     static SMALLBATCH_INLINE __m256i load32(const uint8_t * p) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
     }

@@ -155,6 +155,14 @@ struct Portable {
         for (int i = 0; i < 8; ++i) scaled[i] = factor * float((bytes[i / 4] >> (i % 4 * 8)) & 255);
     }
 
+    // Two signed bytes per block of a pack, times the factor: the first of each and the second of each.
+    static void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
+        float four[4];
+        for (int i = 0; i < 4; ++i) four[i] = factor * float(int8_t(bytes[i]));
+        first = {{four[0], four[0], four[2], four[2]}};
+        second = {{four[1], four[1], four[3], four[3]}};
+    }
+
     static floats load_f32(const uint8_t * p) {
         floats result;
         memcpy(result.v, p, sizeof result.v);

@@ -102,6 +102,13 @@ struct Vectors256 {
         _mm256_storeu_ps(scaled, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
     }
 
+    static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
+        const __m256i eight = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));
+        const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(eight));
+        first = _mm256_permutevar8x32_ps(scaled, _mm256_setr_epi32(0, 0, 4, 4, 2, 2, 6, 6));
+        second = _mm256_permutevar8x32_ps(scaled, _mm256_setr_epi32(1, 1, 5, 5, 3, 3, 7, 7));
+    }
+
     static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) { return _mm256_loadu_ps(reinterpret_cast<const float *>(p)); }
     static SMALLBATCH_INLINE floats load_f16(const uint8_t * p) { return _mm256_cvtph_ps(load16(p)); }
     static SMALLBATCH_INLINE floats load_bf16(const uint8_t * p) {
