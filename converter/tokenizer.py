@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from llama_sidecar.converter.checkpoint import Checkpoint
@@ -206,6 +207,10 @@ def _added_at_the_ends(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
     return {f"tokenizer.ggml.add_{name}_token": value for name, value in flags.items()}
 
 
+def _differs(template: str, file: Path) -> bool:
+    return file.read_text(encoding="utf-8").strip() != template.strip()
+
+
 def _chat_templates(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Key]:
     """tokenizer_config.json's template, else chat_template.jinja (and its named companions), else chat_template.json."""
     template = settings.get("chat_template")
@@ -218,6 +223,10 @@ def _chat_templates(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict
             template = [{"name": "default", "template": template}, *named]
     elif template is None:
         template = checkpoint.json("chat_template.json").get("chat_template")
+    elif isinstance(template, str) and file.is_file() and _differs(template, file):
+        checkpoint.warnings.append(
+            "chat_template.jinja is not the chat template in tokenizer_config.json: the latter is used"
+        )
     if isinstance(template, str):
         return {"tokenizer.chat_template": template}
     if not isinstance(template, list):

@@ -79,6 +79,15 @@ def test_chat_template_from_each_place(folder: Path) -> None:
     assert found["tokenizer.chat_templates"] == ["tool_use"]
 
 
+def test_two_chat_templates_are_not_chosen_between_in_silence(folder: Path) -> None:
+    template = keys(folder)["tokenizer.chat_template"]
+    for text, n_warnings in ((template + "\n", 0), ("another", 1)):
+        (folder / "chat_template.jinja").write_text(text)
+        with open_checkpoint(folder) as checkpoint:
+            assert vocabulary_keys(checkpoint)["tokenizer.chat_template"] == template
+            assert len([w for w in checkpoint.warnings if "chat_template.jinja" in w]) == n_warnings
+
+
 def test_what_cannot_be_exported_is_refused(folder: Path) -> None:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
