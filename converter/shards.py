@@ -188,7 +188,8 @@ def read_bin(path: Path, files: ExitStack) -> dict[str, Tensor]:
         ) from error
     dtypes = {
         torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+        torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     }  # fmt: skip
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -196,12 +197,15 @@ def read_bin(path: Path, files: ExitStack) -> dict[str, Tensor]:
         raise BadShard(
             f"{path} cannot be read by torch: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(t, torch.Tensor) for name, t in state.items()
+    ):
         raise BadShard(f"{path} holds more than named tensors; expected a state dict")
     tensors = {}
     for name, tensor in state.items():
-        if tensor.dtype not in dtypes:
-            raise UnsupportedModel(f"{name} in {path.name} is {tensor.dtype}; expected a floating-point type")
+        if tensor.dtype not in dtypes or tensor.layout != torch.strided or tensor.device.type != "cpu":
+            found = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
+            raise UnsupportedModel(f"{name} in {path.name} is {found}; expected a dense tensor of numbers")
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         read_into = _copy_from(data, mapped=tensor.is_contiguous())
         tensors[name] = Tensor(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)

@@ -306,9 +306,26 @@ def test_bin_shards_are_read_through_torch(tmp_path: Path) -> None:
             np.testing.assert_array_equal(values(checkpoint.tensors["a"]), big)
             np.testing.assert_array_equal(checkpoint.tensors["b"].rows(3, 9), state["b"].float().numpy()[3:9])
             np.testing.assert_array_equal(values(checkpoint.tensors["t"]), A.T)
-    torch.save({"a": object()}, path / "pytorch_model.bin")
-    with pytest.raises(BadShard, match=r"pytorch_model\.bin"):
-        open_checkpoint(path)
+    for state in (
+        {"a": object()},
+        {1: torch.zeros(2)},
+        {"state_dict": {"a": torch.zeros(2)}},
+        torch.zeros(2),
+    ):
+        torch.save(state, path / "pytorch_model.bin")
+        with pytest.raises(BadShard, match=r"pytorch_model\.bin"):
+            open_checkpoint(path)
+    for odd in (
+        torch.eye(3).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64),
+    ):
+        torch.save({"a": odd}, path / "pytorch_model.bin")
+        with pytest.raises(UnsupportedModel, match="expected a dense tensor"):
+            open_checkpoint(path)
+    torch.save({"ids": torch.arange(3)}, path / "pytorch_model.bin")
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.tensors["ids"].dtype == "I64"
 
 
 def test_every_error_is_one_line() -> None:
