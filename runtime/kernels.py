@@ -79,7 +79,7 @@ def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[
 
 @dataclass(frozen=True)
 class Trial:
-    """How long products with `TRIAL_BYTES` of weights of one type took, in seconds, at each number of rows.
+    """How long products with weights of one type took, a pass over all of them, in seconds, at each number of rows.
 
     `ours_s` by the small-batch device, `stock_s` by llama.cpp's CPU backend with the weights repacked for it.
     """
@@ -96,13 +96,21 @@ class Trial:
         return math.prod(ratios) ** (1 / len(ratios))
 
 
-def try_out(type: Type | int, *, n_rows: Sequence[int], threads: int, repeats: int = 4) -> Trial:
+def try_out(
+    type: Type | int,
+    *,
+    n_rows: Sequence[int],
+    threads: int,
+    repeats: int = 4,
+    n_bytes: int | None = None,
+) -> Trial:
     """Times products with made-up weights of `type`, by ours and by the CPU backend in turns; about half a second.
 
     Args:
         n_rows: numbers of rows, 1 to 8: what matters is 1 and depth + 1.
         threads: CPU threads.
         repeats: passes of each, of which the fastest counts.
+        n_bytes: of weights read in a pass (default: `TRIAL_BYTES`).
 
     Raises:
         ValueError: `type` has no kernels here (see `types()`).
@@ -116,7 +124,7 @@ def try_out(type: Type | int, *, n_rows: Sequence[int], threads: int, repeats: i
     times = [
         tuple(
             _native.smallbatch_trial(
-                int(type), *TRIAL_SHAPE, TRIAL_BYTES, list(n_rows), threads, repeats, ours
+                int(type), *TRIAL_SHAPE, n_bytes or TRIAL_BYTES, list(n_rows), threads, repeats, ours
             )
         )
         for ours in (True, False)

@@ -16,8 +16,9 @@ function(add_kernel_set name)
     endif()
 endfunction()
 
-target_sources(_native PRIVATE smallbatch/bindings.cpp smallbatch/device.cpp smallbatch/ggml_abi.cpp
-               smallbatch/kernels.cpp smallbatch/team.cpp smallbatch/trial.cpp)
+set(smallbatch_rest smallbatch/device.cpp smallbatch/ggml_abi.cpp smallbatch/kernels.cpp smallbatch/team.cpp smallbatch/trial.cpp)
+set_source_files_properties(${smallbatch_rest} PROPERTIES COMPILE_OPTIONS -O2)  # nanobind's own default is -Os
+target_sources(_native PRIVATE ${smallbatch_rest} smallbatch/bindings.cpp)
 add_kernel_set(portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     set(avx2 -mavx2 -mfma -mf16c)

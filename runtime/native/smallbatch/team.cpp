@@ -71,16 +71,18 @@ void multiply(const Kernel & kernel, const Product * products, size_t n_products
 }
 
 uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads) {
+    using Words = uint64_t __attribute__((vector_size(16)));
     std::atomic<uint64_t> total{0};
     deal((n_bytes + chunk_bytes - 1) / chunk_bytes, n_bytes, n_threads, [&](size_t i) {
         const uint8_t * end = bytes + std::min((i + 1) * chunk_bytes, n_bytes);
-        uint64_t sums[8] = {};
-        for (const uint8_t * p = bytes + i * chunk_bytes; p < end; p += sizeof sums) {
-            uint64_t words[8];
-            std::memcpy(words, p, sizeof words);
-            for (int j = 0; j < 8; ++j) sums[j] ^= words[j];
+        Words sums[4] = {};
+        for (const uint8_t * p = bytes + i * chunk_bytes; p < end; p += 64) {
+            Words line[4];
+            std::memcpy(line, p, sizeof line);
+            for (int j = 0; j < 4; ++j) sums[j] ^= line[j];
         }
-        for (uint64_t sum : sums) total.fetch_xor(sum, std::memory_order_relaxed);
+        const Words sum = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
+        total ^= sum[0] ^ sum[1];
     });
     return total;
 }
