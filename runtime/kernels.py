@@ -40,12 +40,14 @@ def problem() -> str | None:
 
 @functools.cache
 def _register() -> str | None:
-    return _native.smallbatch_register(llama()._lib._handle)
+    why: str | None = _native.smallbatch_register(llama()._lib._handle)
+    return why
 
 
 def kernel_set(type: Type | int) -> str | None:
     """The kernels that products with weights of this type run on here ("avx512-vnni", ...), or None."""
-    return _native.smallbatch_set_for(int(type))
+    name: str | None = _native.smallbatch_set_for(int(type))
+    return name
 
 
 def types() -> frozenset[Type]:

@@ -41,11 +41,13 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     const size_t n_out = weights.shape(0), row_bytes = weights.shape(1), n_rows = x.shape(0), n_in = x.shape(1);
     if (block.n_values == 0 || n_in % block.n_values != 0 || row_bytes != n_in / block.n_values * block.n_bytes ||
         n_rows < 1 || n_rows > size_t(max_rows) || out.shape(0) != n_rows || out.shape(1) != n_out || n_in == 0) {
-        throw std::invalid_argument("the shapes do not fit: " + std::to_string(n_rows) + " rows of " + std::to_string(n_in) +
-                                    " values, weights of " + std::to_string(row_bytes) + " bytes a row");
+        throw std::invalid_argument("the shapes do not fit: " + std::to_string(n_rows) + " rows of " +
+                                    std::to_string(n_in) + " values, weights of " + std::to_string(row_bytes) +
+                                    " bytes a row");
     }
     const Kernel * kernel = find_kernel(Type(type), set.empty() ? nullptr : set.c_str());
-    if (kernel == nullptr) throw std::invalid_argument("set '" + set + "' has no kernel for type " + std::to_string(type));
+    if (kernel == nullptr)
+        throw std::invalid_argument("set '" + set + "' has no kernel for type " + std::to_string(type));
     nb::gil_scoped_release release;
     const size_t x_bytes = kernel->format.n_bytes(n_in);
     RowBuffer buffer;
@@ -59,10 +61,13 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
 
 void bind_smallbatch(nb::module_ & m) {
     m.def("smallbatch_sets", &sets, "Names of the kernel sets that run on this processor, fastest first.");
-    m.def("smallbatch_has_kernel", [](int32_t type, const std::string & set) { return find_kernel(Type(type), set.c_str()) != nullptr; },
-          "type"_a, "set"_a);
-    m.def("smallbatch_bind_team", [](uintptr_t handle) { return bind_team(reinterpret_cast<void *>(handle)); }, "handle"_a,
-          "Takes the OpenMP runtime of the library with this dlopen handle; False when it has none.");
+    m.def(
+        "smallbatch_has_kernel",
+        [](int32_t type, const std::string & set) { return find_kernel(Type(type), set.c_str()) != nullptr; }, "type"_a,
+        "set"_a);
+    m.def(
+        "smallbatch_bind_team", [](uintptr_t handle) { return bind_team(reinterpret_cast<void *>(handle)); },
+        "handle"_a, "Takes the OpenMP runtime of the library with this dlopen handle; False when it has none.");
     m.def(
         "smallbatch_register",
         [](uintptr_t handle) -> std::optional<std::string> {
@@ -77,22 +82,27 @@ void bind_smallbatch(nb::module_ & m) {
             return name == nullptr ? std::nullopt : std::optional<std::string>(name);
         },
         "type"_a, "The kernel set that products with weights of this ggml type use, or None.");
-    m.def("smallbatch_use_set", &use_set, "name"_a, "For tests: products use this set from now on (\"\": the fastest).");
+    m.def("smallbatch_use_set", &use_set, "name"_a,
+          "For tests: products use this set from now on (\"\": the fastest).");
     m.def("smallbatch_set_placing", &set_placing, "types"_a,
           "Models that this thread loads from now on have their matrices of these types placed with the device.");
     m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
-          "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type `type`.");
+          "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type "
+          "`type`.");
     m.def(
         "smallbatch_read",
         [](nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes, int n_threads) {
             return read_all(bytes.data(), bytes.shape(0) / 64 * 64, n_threads);
         },
-        "bytes"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>(), "Reads memory and does nothing else: the roofline.");
+        "bytes"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "Reads memory and does nothing else: the roofline.");
     m.def(
         "smallbatch_trial",
-        [](int32_t type, int64_t n_in, int64_t n_out, size_t n_bytes, const std::vector<int> & n_rows, int n_threads, int repeats,
+        [](int32_t type, int64_t n_in, int64_t n_out, size_t n_bytes, const std::vector<int> & n_rows, int n_threads,
+           int repeats,
            bool ours) { return run_trial({type, n_in, n_out, n_bytes, n_threads, repeats}, n_rows, ours); },
         "type"_a, "n_in"_a, "n_out"_a, "n_bytes"_a, "n_rows"_a, "n_threads"_a, "repeats"_a, "ours"_a,
         nb::call_guard<nb::gil_scoped_release>(),
-        "Seconds of the fastest pass over n_bytes of weights, for each number of rows, by the device or by the CPU backend.");
+        "Seconds of the fastest pass over n_bytes of weights, for each number of rows, by the device or by the CPU "
+        "backend.");
 }

@@ -53,7 +53,9 @@ Buffer * adopt(Buffer * buffer) {
     return buffer;
 }
 
-Buffer * alloc_buffer(BufferType *, size_t n_bytes) { return adopt(library.alloc_buffer(library.cpu_buffer_type(), n_bytes)); }
+Buffer * alloc_buffer(BufferType *, size_t n_bytes) {
+    return adopt(library.alloc_buffer(library.cpu_buffer_type(), n_bytes));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What is computed here
@@ -98,9 +100,9 @@ bool supports_op(Device *, const Tensor * op) {
     if (!(is_placed_here || comes_from_here(&x)) || kernel_for(weights.type) == nullptr) return false;
     const bool is_small = op->op == op_mul_mat ? x.ne[1] <= max_rows && x.ne[2] % weights.ne[2] == 0
                                                : x.ne[2] <= max_rows && op->src[2]->type == type_i32;
-    return is_small && x.type == type_f32 && op->type == type_f32 && op->op_params[1] != hint_hadamard && is_contiguous(*op) &&
-           has_contiguous_rows(weights, block_of(Type(weights.type))) && has_contiguous_rows(x, block_of(Type::f32)) &&
-           x.ne[3] == 1 && weights.ne[3] == 1;
+    return is_small && x.type == type_f32 && op->type == type_f32 && op->op_params[1] != hint_hadamard &&
+           is_contiguous(*op) && has_contiguous_rows(weights, block_of(Type(weights.type))) &&
+           has_contiguous_rows(x, block_of(Type::f32)) && x.ne[3] == 1 && weights.ne[3] == 1;
 }
 
 // One context's stream of products.
@@ -130,7 +132,9 @@ class Stream {
     // out(t, u) = x(t, u or 0) times matrix ids(t, u), for tokens t and the experts u that each of them uses. Rows that
     // use the same expert are brought together, so that its weights are read once.
     void multiply_by_id(const Tensor & op) {
-        const Tensor & weights = *op.src[0], & x = *op.src[1], & ids = *op.src[2];
+        const Tensor & weights = *op.src[0];
+        const Tensor & x = *op.src[1];
+        const Tensor & ids = *op.src[2];
         const Kernel & kernel = *kernel_for(weights.type);
         const size_t n_out = size_t(weights.ne[1]), n_used = size_t(ids.ne[0]), n_tokens = size_t(ids.ne[1]);
         if (n_used == 0 || n_tokens == 0) return;
@@ -154,7 +158,8 @@ class Stream {
             if (i > 0 && uses_[i].expert == uses_[i - 1].expert && products_.back().n_rows < max_rows) {
                 products_.back().n_rows += 1;
             } else {
-                products_.push_back(product(weights, size_t(uses_[i].expert), sorted_x + i * x_bytes_, 1, sorted_out + i * n_out));
+                products_.push_back(
+                    product(weights, size_t(uses_[i].expert), sorted_x + i * x_bytes_, 1, sorted_out + i * n_out));
             }
         }
         multiply(kernel, products_.data(), products_.size(), n_threads);
@@ -175,15 +180,16 @@ class Stream {
         const size_t n_in = size_t(x.ne[0]), n_rows = size_t(x.ne[1]), n_planes = size_t(x.ne[2]);
         x_bytes_ = kernel.format.n_bytes(n_in);
         rows_ = buffer_.reserve(n_rows * n_planes * x_bytes_);
-        prepare(kernel, {static_cast<const uint8_t *>(x.data), n_in, n_rows, n_planes, x.nb[1], x.nb[2]}, rows_, n_threads);
+        prepare(kernel, {static_cast<const uint8_t *>(x.data), n_in, n_rows, n_planes, x.nb[1], x.nb[2]}, rows_,
+                n_threads);
         x_ = &x;
         prepared_by_ = kernel.format.prepare;
     }
 
     Product product(const Tensor & weights, size_t matrix, const uint8_t * rows, int n_rows, float * out) const {
         const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
-        return {static_cast<const uint8_t *>(weights.data) + matrix * weights.nb[2], weights.nb[1], n_in, rows, x_bytes_, out, n_out,
-                n_rows, 0, n_out};
+        const uint8_t * first = static_cast<const uint8_t *>(weights.data) + matrix * weights.nb[2];
+        return {first, weights.nb[1], n_in, rows, x_bytes_, out, n_out, n_rows, 0, n_out};
     }
 
     const Tensor * x_ = nullptr;
@@ -215,7 +221,8 @@ int32_t graph_compute(Backend * backend, Graph * graph) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Backend, device, registry
 
-constexpr uint8_t guid[16] = {0x5d, 0x1f, 0x0a, 0xc3, 0x77, 0x42, 0x4e, 0x19, 0x9b, 0x06, 0xe8, 0x31, 0x2c, 0xd4, 0x60, 0xaf};
+constexpr uint8_t guid[16] = {0x5d, 0x1f, 0x0a, 0xc3, 0x77, 0x42, 0x4e, 0x19,
+                              0x9b, 0x06, 0xe8, 0x31, 0x2c, 0xd4, 0x60, 0xaf};
 
 void free_backend(Backend * backend) {
     delete static_cast<Stream *>(backend->context);
@@ -237,20 +244,23 @@ void get_memory(Device *, size_t * free_bytes, size_t * total_bytes) { *free_byt
 const char * description(Device *) { return "llama-sidecar: matrix products of 1 to 8 rows"; }
 
 void get_properties(Device * self, Properties * properties) {
-    *properties = {name_of(self), description(self), 0, 0, device_accelerator, nullptr, false, false, true, false, true};
+    *properties = {name_of(self), description(self), 0, 0, device_accelerator, nullptr, false, false, true, false,
+                   true};
 }
 
 // Not the type of the weights for anybody but a loader that is placing: computed values lie in the CPU's buffers.
 BufferType * buffer_type(Device *) { return placed_types != 0 ? &weights_type : library.cpu_buffer_type(); }
 
-Buffer * buffer_from_host_ptr(Device *, void * p, size_t n_bytes, size_t) { return adopt(library.cpu_buffer_from_ptr(p, n_bytes)); }
+Buffer * buffer_from_host_ptr(Device *, void * p, size_t n_bytes, size_t) {
+    return adopt(library.cpu_buffer_from_ptr(p, n_bytes));
+}
 
 extern Registry registry;
 
 Device device{
-    {name_of, description, get_memory, [](Device *) -> int32_t { return device_accelerator; }, get_properties, init_backend,
-     buffer_type, nullptr, buffer_from_host_ptr, supports_op, [](Device *, BufferType * type) { return library.is_host(type); },
-     nullptr, nullptr, nullptr, nullptr},
+    {name_of, description, get_memory, [](Device *) -> int32_t { return device_accelerator; }, get_properties,
+     init_backend, buffer_type, nullptr, buffer_from_host_ptr, supports_op,
+     [](Device *, BufferType * type) { return library.is_host(type); }, nullptr, nullptr, nullptr, nullptr},
     &registry,
     nullptr,
 };
@@ -282,7 +292,8 @@ void find_ops() {
 }
 
 std::string try_to_register(void * handle) {
-    if (std::strcmp(set_for(type_f32), "portable") == 0) return "this processor has none of the instruction sets the kernels need";
+    if (std::strcmp(set_for(type_f32), "portable") == 0)
+        return "this processor has none of the instruction sets the kernels need";
     const std::string missing = resolve(handle, library);
     if (!missing.empty()) return "the loaded ggml lacks " + missing;
     const std::string differing = mismatch(library);

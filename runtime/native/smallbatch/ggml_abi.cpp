@@ -65,14 +65,15 @@ bool tensor_fits(const Library & library) {
     Tensor * product = library.mul_mat(context, weights, x);
     Tensor * view = library.view_1d(context, weights, 3, 24);
     library.set_name(view, "a view");
-    const bool fits =
-        weights->type == type_f32 && weights->buffer == nullptr && weights->data == nullptr && weights->ne[0] == 6 &&
-        weights->ne[1] == 5 && weights->ne[2] == 1 && weights->ne[3] == 1 && weights->nb[0] == 4 && weights->nb[1] == 24 &&
-        weights->nb[2] == 120 && weights->nb[3] == 120 && weights->op == 0 && weights->flags == 0 &&
-        weights->view_src == nullptr && std::strcmp(library.op_name(product->op), "MUL_MAT") == 0 &&
-        product->src[0] == weights && product->src[1] == x && product->src[2] == nullptr && product->ne[0] == 5 &&
-        product->ne[1] == 2 && product->op_params[1] == 0 && view->view_src == weights && view->view_offs == 24 &&
-        view->src[0] == weights && std::strcmp(view->name, "a view") == 0 && view->extra == nullptr;
+    const bool fits = weights->type == type_f32 && weights->buffer == nullptr && weights->data == nullptr &&
+                      weights->ne[0] == 6 && weights->ne[1] == 5 && weights->ne[2] == 1 && weights->ne[3] == 1 &&
+                      weights->nb[0] == 4 && weights->nb[1] == 24 && weights->nb[2] == 120 && weights->nb[3] == 120 &&
+                      weights->op == 0 && weights->flags == 0 && weights->view_src == nullptr &&
+                      std::strcmp(library.op_name(product->op), "MUL_MAT") == 0 && product->src[0] == weights &&
+                      product->src[1] == x && product->src[2] == nullptr && product->ne[0] == 5 &&
+                      product->ne[1] == 2 && product->op_params[1] == 0 && view->view_src == weights &&
+                      view->view_offs == 24 && view->src[0] == weights && std::strcmp(view->name, "a view") == 0 &&
+                      view->extra == nullptr;
     library.free(context);
     return fits;
 }
@@ -87,8 +88,9 @@ bool buffer_fits(const Library & library) {
     Buffer * buffer = library.alloc_buffer(type, 12345);
     if (buffer == nullptr) return false;
     library.buffer_set_usage(buffer, usage_weights);
-    const bool fits = buffer->type == type && library.buffer_type(buffer) == type && buffer->size == library.buffer_size(buffer) &&
-                      buffer->size >= 12345 && buffer->usage == usage_weights && library.buffer_usage(buffer) == usage_weights;
+    const bool fits = buffer->type == type && library.buffer_type(buffer) == type &&
+                      buffer->size == library.buffer_size(buffer) && buffer->size >= 12345 &&
+                      buffer->usage == usage_weights && library.buffer_usage(buffer) == usage_weights;
     library.buffer_free(buffer);
     return fits;
 }
@@ -101,14 +103,15 @@ bool device_fits(const Library & library, Device * cpu) {
     }
     Properties properties = {};
     library.device_properties(cpu, &properties);
-    return properties.name == library.device_name(cpu) && properties.type == device_cpu && properties.buffer_from_host_ptr &&
-           !properties.async && !properties.events;
+    return properties.name == library.device_name(cpu) && properties.type == device_cpu &&
+           properties.buffer_from_host_ptr && !properties.async && !properties.events;
 }
 
 bool backend_fits(const Library & library, Device * cpu) {
     Backend * backend = library.device_init(cpu, nullptr);
     if (backend == nullptr) return false;
-    const bool fits = backend->device == cpu && library.backend_device(backend) == cpu && backend->table.graph_compute != nullptr;
+    const bool fits =
+        backend->device == cpu && library.backend_device(backend) == cpu && backend->table.graph_compute != nullptr;
     library.backend_free(backend);
     return fits;
 }
@@ -121,7 +124,8 @@ std::string mismatch(const Library & library) {
     Device * cpu = library.device_by_type(device_cpu);
     if (cpu == nullptr) return "ggml has no CPU device";
     const int32_t found = library.device_registry(cpu)->api_version;
-    if (found != api_version) return "ggml's backend interface is version " + std::to_string(found) + ", not " + std::to_string(api_version);
+    if (found != api_version)
+        return "ggml's backend interface is version " + std::to_string(found) + ", not " + std::to_string(api_version);
     std::string differing;
     const auto check = [&](bool fits, const char * what) {
         if (!fits) differing += (differing.empty() ? "" : ", ") + std::string(what);

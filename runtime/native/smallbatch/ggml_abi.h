@@ -16,8 +16,8 @@ enum DeviceType : int32_t { device_cpu = 0, device_accelerator = 3 };
 enum Usage : int32_t { usage_any = 0, usage_weights = 1 };
 enum Status : int32_t { status_success = 0, status_alloc_failed = -2, status_failed = -1 };
 constexpr int32_t type_f32 = 0, type_i32 = 26;
-constexpr int32_t flag_compute = 16;   // a node without it is not to be computed
-constexpr int32_t hint_hadamard = 1;   // op_params[1] of a product whose weights are a Hadamard matrix
+constexpr int32_t flag_compute = 16;  // a node without it is not to be computed
+constexpr int32_t hint_hadamard = 1;  // op_params[1] of a product whose weights are a Hadamard matrix
 
 struct Tensor;
 struct Buffer;

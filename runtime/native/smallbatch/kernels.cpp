@@ -25,11 +25,18 @@ const KernelSet * kernel_sets(size_t & n_sets) {
          avx512_vnni_kernels.first, avx512_vnni_kernels.n},
 #endif
 #ifdef SMALLBATCH_AVX_VNNI
-        {"avx-vnni", [] { return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
+        {"avx-vnni",
+         [] {
+             return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+         },
          avx_vnni_kernels.first, avx_vnni_kernels.n},
 #endif
 #ifdef SMALLBATCH_AVX2
-        {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
+        {"avx2",
+         [] {
+             return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+         },
          avx2_kernels.first, avx2_kernels.n},
 #endif
         {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n},

@@ -17,7 +17,16 @@ constexpr int max_rows = 8;
 
 // The weight types that have kernels, by ggml's numbers.
 enum class Type : int32_t {
-    f32 = 0, f16 = 1, q4_0 = 2, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14, iq4_nl = 20, iq4_xs = 23, bf16 = 30,
+    f32 = 0,
+    f16 = 1,
+    q4_0 = 2,
+    q8_0 = 8,
+    q4_k = 12,
+    q5_k = 13,
+    q6_k = 14,
+    iq4_nl = 20,
+    iq4_xs = 23,
+    bf16 = 30,
 };
 
 struct Block {
@@ -27,16 +36,26 @@ struct Block {
 
 constexpr Block block_of(Type type) {
     switch (type) {
-        case Type::f32: return {1, 4};
-        case Type::f16: return {1, 2};
-        case Type::bf16: return {1, 2};
-        case Type::q4_0: return {32, 18};
-        case Type::iq4_nl: return {32, 18};
-        case Type::q8_0: return {32, 34};
-        case Type::q4_k: return {256, 144};
-        case Type::q5_k: return {256, 176};
-        case Type::q6_k: return {256, 210};
-        case Type::iq4_xs: return {256, 136};
+        case Type::f32:
+            return {1, 4};
+        case Type::f16:
+            return {1, 2};
+        case Type::bf16:
+            return {1, 2};
+        case Type::q4_0:
+            return {32, 18};
+        case Type::iq4_nl:
+            return {32, 18};
+        case Type::q8_0:
+            return {32, 34};
+        case Type::q4_k:
+            return {256, 144};
+        case Type::q5_k:
+            return {256, 176};
+        case Type::q6_k:
+            return {256, 210};
+        case Type::iq4_xs:
+            return {256, 136};
     }
     return {0, 0};
 }
@@ -44,11 +63,11 @@ constexpr Block block_of(Type type) {
 // Outputs begin .. end-1 of a product with n_rows rows.
 struct Product {
     const uint8_t * weights;  // (n_out, n_in) in blocks, rows contiguous; any alignment
-    size_t row_bytes;         // of one row of weights
-    size_t n_in;              // a multiple of the type's block
-    const uint8_t * x;        // (n_rows,) prepared rows, 64-byte aligned
-    size_t x_bytes;           // of one prepared row
-    float * out;              // (n_rows, out_stride)
+    size_t row_bytes;  // of one row of weights
+    size_t n_in;  // a multiple of the type's block
+    const uint8_t * x;  // (n_rows,) prepared rows, 64-byte aligned
+    size_t x_bytes;  // of one prepared row
+    float * out;  // (n_rows, out_stride)
     size_t out_stride;
     int n_rows;
     size_t begin, end;

@@ -30,7 +30,7 @@
 namespace sidecar::smallbatch {
 namespace {
 
-constexpr size_t k_block = 32;        // values under one scale of a prepared row
+constexpr size_t k_block = 32;  // values under one scale of a prepared row
 constexpr size_t k_super_block = 256;  // values in a block of the K types
 
 constexpr size_t ceil_div(size_t n, size_t divisor) { return (n + divisor - 1) / divisor; }
@@ -47,9 +47,7 @@ struct Quantised {
 
     static size_t n_packs(size_t n_in) { return ceil_div(n_in / k_block, pack_blocks); }
     static size_t sums_offset(size_t n_in) { return n_packs(n_in) * pack_bytes; }
-    static size_t n_bytes(size_t n_in) {
-        return round_up(sums_offset(n_in) + 4 * round_up(n_in / k_block, 8), 64);
-    }
+    static size_t n_bytes(size_t n_in) { return round_up(sums_offset(n_in) + 4 * round_up(n_in / k_block, 8), 64); }
 
     // Each block of 32 values becomes bytes -127 .. 127 and an F32 scale. Values that are not finite stay visible: they
     // make the block's scale NaN or infinite.
@@ -124,7 +122,8 @@ inline uint32_t load_u32(const uint8_t * p) {
 
 // Two gathered vectors of 4-bit codes, values 0 .. 15 in the low nibbles and 16 .. 31 in the high ones.
 template <class I, class F>
-SMALLBATCH_INLINE Pack<I> pack_of_codes(typename I::bytes first, typename I::bytes second, typename I::floats scale, F decode) {
+SMALLBATCH_INLINE Pack<I> pack_of_codes(typename I::bytes first, typename I::bytes second, typename I::floats scale,
+                                        F decode) {
     const auto low = I::interleave_low(first, second), high = I::interleave_high(first, second);
     return {{decode(I::low_nibbles(low)), decode(I::low_nibbles(high)), decode(I::high_nibbles(low)),
              decode(I::high_nibbles(high))},
@@ -238,7 +237,8 @@ struct SuperBlockWithMinima : SuperBlock<I> {
     }
 
     // The pack's nibbles of 16 values; `low` gets the first 8 of each block.
-    static SMALLBATCH_INLINE void nibbles(const uint8_t * p, int first, typename I::bytes & low, typename I::bytes & high) {
+    static SMALLBATCH_INLINE void nibbles(const uint8_t * p, int first, typename I::bytes & low,
+                                          typename I::bytes & high) {
         const auto a = I::gather_pairs([=](int b) { return p + (first + b) / 2 * 32; });
         const auto b = I::gather_pairs([=](int j) { return p + (first + I::group + j) / 2 * 32; });
         const auto n_bits = [=](int j) { return (first + j) % 2 * 4; };
@@ -302,7 +302,7 @@ struct Q6_K {
             const int first = this->pack_blocks * i, second = first + I::group;
             Pack<I> result;
             for (int half = 0; half < 2; ++half) {
-                const uint8_t * low = w + 16 * half, * high = w + 128 + 16 * half;
+                const uint8_t *low = w + 16 * half, *high = w + 128 + 16 * half;
                 const auto low_at = [=](int b) { return low + b / 4 * 64 + b % 2 * 32; };
                 const auto a = I::gather([=](int b) { return low_at(first + b); });
                 const auto b = I::gather([=](int j) { return low_at(second + j); });
@@ -346,7 +346,8 @@ SMALLBATCH_INLINE void store_sums(const typename I::floats * x, float * out, siz
 }
 
 template <class I, int R>
-SMALLBATCH_INLINE void store_differences(const typename I::floats * x, const typename I::floats8 * y, float * out, size_t stride) {
+SMALLBATCH_INLINE void store_differences(const typename I::floats * x, const typename I::floats8 * y, float * out,
+                                         size_t stride) {
     store_each<I, R>([=] { return I::sum(x[0]) - I::sum8(y[0]); },
                      [=](int a, int b, int c, int d) {
                          return I::subtract4(I::sum_each(x[a], x[b], x[c], x[d]), I::sum_each8(y[a], y[b], y[c], y[d]));
@@ -369,13 +370,15 @@ struct QuantisedProduct {
     };
 
     // Adds one unit of weights to every row's sums; `x` and `x_sums` are where the first row's values for it begin.
-    static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, const float * x_sums, size_t x_bytes, Sums & sums) {
+    static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, const float * x_sums, size_t x_bytes,
+                                      Sums & sums) {
         const Unit unit{w};
         if constexpr (W::has_minima) {
             const auto minima = I::load8(unit.minimum);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const auto row = reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x_sums) + r * x_bytes);
+                const auto row =
+                    reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x_sums) + r * x_bytes);
                 sums.minima[r] = I::multiply_add8(minima, I::load8(row), sums.minima[r]);
             }
         }
@@ -404,7 +407,8 @@ struct QuantisedProduct {
         }
     }
 
-    static SMALLBATCH_INLINE typename I::ints dot2(typename I::ints sum, const uint8_t * x, const typename I::bytes * w) {
+    static SMALLBATCH_INLINE typename I::ints dot2(typename I::ints sum, const uint8_t * x,
+                                                   const typename I::bytes * w) {
         return I::dot(I::dot(sum, x, w[0]), x + vector_bytes, w[1]);
     }
 
@@ -444,17 +448,23 @@ struct QuantisedProduct {
 struct F32 {
     static constexpr Type type = Type::f32;
     template <class I>
-    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) { return I::load_f32(w); }
+    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) {
+        return I::load_f32(w);
+    }
 };
 struct F16 {
     static constexpr Type type = Type::f16;
     template <class I>
-    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) { return I::load_f16(w); }
+    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) {
+        return I::load_f16(w);
+    }
 };
 struct BF16 {
     static constexpr Type type = Type::bf16;
     template <class I>
-    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) { return I::load_bf16(w); }
+    static SMALLBATCH_INLINE typename I::floats load(const uint8_t * w) {
+        return I::load_bf16(w);
+    }
 };
 
 // Two sums per row, so that a row of weights already in the cache does not wait for the adder.
@@ -522,17 +532,22 @@ template <template <class, class, int> class P, template <class> class X, class 
 constexpr Kernel kernel_for() {
     return {W::type,
             {&X<I>::n_bytes, &X<I>::prepare},
-            {&multiply_rows<P, I, W, 1>, &multiply_rows<P, I, W, 2>, &multiply_rows<P, I, W, 3>, &multiply_rows<P, I, W, 4>,
-             &multiply_rows<P, I, W, 5>, &multiply_rows<P, I, W, 6>, &multiply_rows<P, I, W, 7>, &multiply_rows<P, I, W, 8>}};
+            {&multiply_rows<P, I, W, 1>, &multiply_rows<P, I, W, 2>, &multiply_rows<P, I, W, 3>,
+             &multiply_rows<P, I, W, 4>, &multiply_rows<P, I, W, 5>, &multiply_rows<P, I, W, 6>,
+             &multiply_rows<P, I, W, 7>, &multiply_rows<P, I, W, 8>}};
 }
 
 // Every type, for one instruction set.
 template <class I>
 struct All {
     template <class W>
-    static constexpr Kernel quantised() { return kernel_for<QuantisedProduct, Quantised, I, W>(); }
+    static constexpr Kernel quantised() {
+        return kernel_for<QuantisedProduct, Quantised, I, W>();
+    }
     template <class W>
-    static constexpr Kernel dense() { return kernel_for<DenseProduct, Floats, I, W>(); }
+    static constexpr Kernel dense() {
+        return kernel_for<DenseProduct, Floats, I, W>();
+    }
 
     static constexpr Kernel kernels[] = {
         quantised<Q8_0>(),   quantised<Q4_0>(),   quantised<Q4_K>(), quantised<Q5_K>(), quantised<Q6_K>(),

@@ -68,11 +68,11 @@ struct Bf16Product {
     }
 };
 
-constexpr Kernel kernels[] = {{Type::bf16,
-                               {&Rounded::n_bytes, &Rounded::prepare},
-                               {&Bf16Product<1>::multiply, &Bf16Product<2>::multiply, &Bf16Product<3>::multiply,
-                                &Bf16Product<4>::multiply, &Bf16Product<5>::multiply, &Bf16Product<6>::multiply,
-                                &Bf16Product<7>::multiply, &Bf16Product<8>::multiply}}};
+constexpr Kernel kernels[] = {
+    {Type::bf16,
+     {&Rounded::n_bytes, &Rounded::prepare},
+     {&Bf16Product<1>::multiply, &Bf16Product<2>::multiply, &Bf16Product<3>::multiply, &Bf16Product<4>::multiply,
+      &Bf16Product<5>::multiply, &Bf16Product<6>::multiply, &Bf16Product<7>::multiply, &Bf16Product<8>::multiply}}};
 
 }  // namespace
 

@@ -18,10 +18,13 @@ struct Avx512Vnni {
 
     template <size_t n_bytes>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
-        for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
+        for (size_t i = 0; i < n_bytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
     }
 
-    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    }
     template <class F>
     static SMALLBATCH_INLINE bytes gather(F at) {
         __m512i result = _mm512_castsi128_si512(load16(at(0)));
@@ -80,9 +83,7 @@ struct Avx512Vnni {
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm512_add_ps(x, y); }
     static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return _mm512_mul_ps(x, y); }
     static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return _mm512_fmadd_ps(x, y, sum); }
-    static SMALLBATCH_INLINE float sum(floats x) {
-        return sum8(halved(x));
-    }
+    static SMALLBATCH_INLINE float sum(floats x) { return sum8(halved(x)); }
     // The sums over the lanes of four vectors, added as `sum` adds them.
     static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) {
         return sum_each8(halved(a), halved(b), halved(c), halved(d));
@@ -100,7 +101,9 @@ struct Avx512Vnni {
     static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
     static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
     static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
-    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) { return _mm256_fmadd_ps(x, y, sum); }
+    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) {
+        return _mm256_fmadd_ps(x, y, sum);
+    }
     static SMALLBATCH_INLINE float sum8(floats8 x) {
         const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
         const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -129,11 +132,13 @@ struct Avx512Vnni {
     }
     static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
         const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
-        _mm256_storeu_ps(scaled, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
+        _mm256_storeu_ps(scaled,
+                         _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
     }
 
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
-        const __m512 scaled = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(bytes))));
+        const __m512 scaled =
+            _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(bytes))));
         const __m512i order = _mm512_setr_epi32(0, 0, 8, 8, 2, 2, 10, 10, 4, 4, 12, 12, 6, 6, 14, 14);
         first = _mm512_permutexvar_ps(order, scaled);
         second = _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(1)), scaled);

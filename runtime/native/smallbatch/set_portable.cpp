@@ -9,10 +9,18 @@ struct Portable {
     static constexpr uint8_t x_offset = 0;
     static constexpr bool one_pass = false;
 
-    struct bytes { uint8_t v[16]; };
-    struct ints { int32_t v[4]; };
-    struct floats { float v[4]; };
-    struct floats8 { float v[8]; };
+    struct bytes {
+        uint8_t v[16];
+    };
+    struct ints {
+        int32_t v[4];
+    };
+    struct floats {
+        float v[4];
+    };
+    struct floats8 {
+        float v[8];
+    };
 
     template <size_t n_bytes>
     static void prefetch(const uint8_t *) {}
@@ -25,7 +33,9 @@ struct Portable {
         return result;
     }
     template <class F>
-    static bytes gather_pairs(F at) { return gather(at); }  // at(b) is at(b ^ 1)
+    static bytes gather_pairs(F at) {
+        return gather(at);
+    }  // at(b) is at(b ^ 1)
     template <class F>
     static void gather32(F at, bytes & first, bytes & second) {
         memcpy(first.v, at(0), 16);
@@ -55,8 +65,12 @@ struct Portable {
         for (int i = 0; i < 16; ++i) result.v[i] = uint8_t(f(x.v[i], i));
         return result;
     }
-    static bytes low_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v & 15; }); }
-    static bytes high_nibbles(const bytes & x) { return map(x, [](uint8_t v, int) { return v >> 4; }); }
+    static bytes low_nibbles(const bytes & x) {
+        return map(x, [](uint8_t v, int) { return v & 15; });
+    }
+    static bytes high_nibbles(const bytes & x) {
+        return map(x, [](uint8_t v, int) { return v >> 4; });
+    }
     // Shifts each block's bytes in a pack; bits of a neighbouring byte may come in above, so mask what is wanted.
     template <class F>
     static bytes shift_right(const bytes & x, F n_bits) {
@@ -65,8 +79,12 @@ struct Portable {
     static bytes bits_above_nibble(const bytes & x, uint8_t mask) {
         return map(x, [mask](uint8_t v, int) { return (v & mask) << 4; });
     }
-    static bytes join(const bytes & x, const bytes & y) { return map(x, [&y](uint8_t v, int i) { return v | y.v[i]; }); }
-    static bytes subtract(const bytes & x, int8_t n) { return map(x, [n](uint8_t v, int) { return v - n; }); }
+    static bytes join(const bytes & x, const bytes & y) {
+        return map(x, [&y](uint8_t v, int i) { return v | y.v[i]; });
+    }
+    static bytes subtract(const bytes & x, int8_t n) {
+        return map(x, [n](uint8_t v, int) { return v - n; });
+    }
     static bytes look_up(const int8_t * table, const bytes & x) {
         return map(x, [table](uint8_t v, int) { return table[v]; });
     }

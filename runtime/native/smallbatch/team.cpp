@@ -10,9 +10,9 @@ namespace sidecar::smallbatch {
 
 namespace {
 
-constexpr size_t chunk_bytes = 64 * 1024;   // of weights dealt at a time
+constexpr size_t chunk_bytes = 64 * 1024;  // of weights dealt at a time
 constexpr size_t serial_bytes = 32 * 1024;  // less is done before a second thread has woken up
-constexpr size_t line_floats = 16;          // chunks begin at a cache line of the output
+constexpr size_t line_floats = 16;  // chunks begin at a cache line of the output
 
 // What the compiler calls for `#pragma omp parallel`; libgomp's name, which libomp has too.
 using Parallel = void (*)(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);

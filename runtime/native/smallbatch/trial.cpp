@@ -23,7 +23,7 @@ using BackendPtr = std::unique_ptr<Backend, Free<Backend, &Library::backend_free
 
 constexpr int64_t n_probe_rows = 512;  // what llama.cpp's loader asks with
 constexpr size_t context_bytes = 1 << 20;
-constexpr uint8_t filling = 0x11;      // a small number in every type
+constexpr uint8_t filling = 0x11;  // a small number in every type
 
 template <typename Pointer>
 Pointer made(Pointer pointer) {
@@ -34,7 +34,8 @@ Pointer made(Pointer pointer) {
 // Where llama.cpp's loader would put such weights for the CPU backend: the first repacking type that takes them.
 BufferType * stock_buffer_type(const Library & lib, Device * cpu, const Trial & trial) {
     using Extra = BufferType ** (*)(Device *);
-    const auto extra = reinterpret_cast<Extra>(lib.proc_address(lib.device_registry(cpu), "ggml_backend_dev_get_extra_bufts"));
+    const auto extra =
+        reinterpret_cast<Extra>(lib.proc_address(lib.device_registry(cpu), "ggml_backend_dev_get_extra_bufts"));
     const ContextPtr context(made(lib.init({context_bytes, nullptr, true})));
     Tensor * weights = lib.new_tensor_2d(context.get(), trial.type, trial.n_in, trial.n_out);
     Tensor * x = lib.new_tensor_2d(context.get(), type_f32, trial.n_in, n_probe_rows);
@@ -85,7 +86,8 @@ std::vector<double> run_trial(const Trial & trial, const std::vector<int> & n_ro
         double fastest = 0;
         for (int i = 0; i <= trial.repeats; ++i) {  // the first pass wakes the threads and does not count
             const auto start = std::chrono::steady_clock::now();
-            if (lib.graph_compute(backend.get(), graph) != status_success) throw std::runtime_error("ggml failed to compute a trial of products");
+            if (lib.graph_compute(backend.get(), graph) != status_success)
+                throw std::runtime_error("ggml failed to compute a trial of products");
             const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
             if (i == 1 || (i > 1 && elapsed < fastest)) fastest = elapsed;
         }

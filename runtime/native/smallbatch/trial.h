@@ -8,9 +8,9 @@
 namespace sidecar::smallbatch {
 
 struct Trial {
-    int32_t type;      // ggml's number
+    int32_t type;  // ggml's number
     int64_t n_in, n_out;
-    size_t n_bytes;    // of weights in all, as many matrices as that takes: more than the caches hold
+    size_t n_bytes;  // of weights in all, as many matrices as that takes: more than the caches hold
     int n_threads;
     int repeats;
 };

@@ -19,16 +19,21 @@ struct Vectors256 {
 
     template <size_t n_bytes>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
-        for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
+        for (size_t i = 0; i < n_bytes; i += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
     }
 
-    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    }
     template <class F>
     static SMALLBATCH_INLINE bytes gather(F at) {
         return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(at(0))), load16(at(1)), 1);
     }
     template <class F>
-    static SMALLBATCH_INLINE bytes gather_pairs(F at) { return fill16(at(0)); }
+    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
+        return fill16(at(0));
+    }
     template <class F>
     static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
         first = gather(at);
@@ -75,11 +80,15 @@ struct Vectors256 {
         const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
         return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
     }
-    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) { return sum_each(a, b, c, d); }
+    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) {
+        return sum_each(a, b, c, d);
+    }
     static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
     static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
     static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
-    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) { return multiply_add(x, y, sum); }
+    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) {
+        return multiply_add(x, y, sum);
+    }
     static SMALLBATCH_INLINE float sum8(floats8 x) { return sum(x); }
 
     static SMALLBATCH_INLINE uint64_t load_half(const uint8_t * p) {
@@ -90,7 +99,8 @@ struct Vectors256 {
     static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(uint16_t(load_half(p))); }
     template <class F>
     static SMALLBATCH_INLINE floats halves(F at) {
-        const uint64_t four = load_half(at(0)) | load_half(at(1)) << 16 | load_half(at(2)) << 32 | load_half(at(3)) << 48;
+        const uint64_t four =
+            load_half(at(0)) | load_half(at(1)) << 16 | load_half(at(2)) << 32 | load_half(at(3)) << 48;
         return spread(_mm_cvtph_ps(_mm_cvtsi64_si128(int64_t(four))));
     }
     static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm_loadu_ps(p)); }
@@ -99,7 +109,8 @@ struct Vectors256 {
     }
     static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
         const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
-        _mm256_storeu_ps(scaled, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
+        _mm256_storeu_ps(scaled,
+                         _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
     }
 
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
@@ -109,7 +120,9 @@ struct Vectors256 {
         second = _mm256_permutevar8x32_ps(scaled, _mm256_setr_epi32(1, 1, 5, 5, 3, 3, 7, 7));
     }
 
-    static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) { return _mm256_loadu_ps(reinterpret_cast<const float *>(p)); }
+    static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) {
+        return _mm256_loadu_ps(reinterpret_cast<const float *>(p));
+    }
     static SMALLBATCH_INLINE floats load_f16(const uint8_t * p) { return _mm256_cvtph_ps(load16(p)); }
     static SMALLBATCH_INLINE floats load_bf16(const uint8_t * p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
