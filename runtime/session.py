@@ -227,7 +227,7 @@ class Session:
         """Ends its text and frees the contexts. Idempotent; raises SessionError while another thread generates on it."""
         with self._lock:
             self._end_current()
-            self._free()
+            _free_session(self._natives, self._contexts)  # interrupted, another close() goes on
 
     def __enter__(self) -> Session:
         return self
@@ -310,7 +310,7 @@ class Session:
             self._current = None
 
 
-def _free_session(natives: list[Any], contexts: list[Any], _weights: object) -> None:
+def _free_session(natives: list[Any], contexts: list[Any], _weights: object = None) -> None:
     natives.clear()
     while contexts:
         free_context(contexts.pop())

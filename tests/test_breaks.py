@@ -262,6 +262,27 @@ def test_a_session_that_has_generated_goes_with_its_last_reference(model: Model)
         gc.enable()
 
 
+def test_ctrl_c_while_a_session_is_closed_loses_nothing(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = list[object]()
+    free_context = session_module.free_context
+
+    def interrupted(context: object) -> None:
+        free_context(context)
+        freed.append(context)
+        if len(freed) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session_module, "free_context", interrupted)
+    session = model.session()
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    assert session.closed and len(freed) == 1
+    session.close()
+    assert len(freed) == 2
+
+
 def test_a_session_that_could_not_be_made_leaves_no_context_behind(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
