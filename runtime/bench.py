@@ -129,7 +129,7 @@ class Report:
     temperature: float
     seed: int
     synthetic_length: float | None
-    paced: bool = False  # pace chose the depth, `depth` at most
+    paced: bool  # pace chose the depth, `depth` at most
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     row_s: dict[int, list[float]] = field(default_factory=dict)
@@ -268,7 +268,9 @@ def measure(
     coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
     deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
     usable, warnings = _usable(model, prompts, n)
-    report = Report([prompt for prompt, _ in usable], model.depth, n, temperature, seed, synthetic_length)
+    report = Report(
+        [prompt for prompt, _ in usable], model.depth, n, temperature, seed, synthetic_length, model.paced
+    )
     report.warnings += warnings
     report.source = provenance(model)
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:

@@ -263,3 +263,14 @@ def test_where_texts_part_is_found(model: Model) -> None:
         for text in texts:
             text.read()
     assert first_divergence(texts[0].tokens, texts[1].tokens) is None
+
+
+def test_a_paced_model_is_reported_as_such_and_bounded_at_the_depths_it_had(pair_of: PairOf) -> None:
+    with load(pair_of("R").main, ctx=256, threads=1) as model:
+        report = measure(model, [Prompt("import os\n", "code")], n=12)
+    data = report.to_json()
+    assert data["paced"] is True
+    assert sum(data["rounds_per_depth"]) > 0
+    verified = sum(n * v for n, v in zip(data["rounds_per_depth"], data["v"], strict=False))
+    stats = report.figures.stats
+    assert data["bound"] == pytest.approx((stats.n_rounds + stats.n_accepted) / verified)

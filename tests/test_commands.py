@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import models
+import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from click.testing import CliRunner, Result
@@ -251,9 +253,13 @@ def test_a_reader_that_leaves_early_causes_no_traceback(main: Path) -> None:
     assert process.wait(60) == 1 and "Traceback" not in errors and "Exception ignored" not in errors
 
 
-def test_ctrl_c_ends_run_quietly(main: Path) -> None:
+def test_ctrl_c_ends_run_quietly(tmp_path: Path) -> None:
+    def never_end(tensors: dict[str, np.ndarray]) -> None:
+        tensors["token_embd.weight"][0] = 0  # token 0 ends a text, and its logit is then never the largest
+
+    endless = models.write_pair(tmp_path, edit=never_end).main
     process = subprocess.Popen(
-        [*COMMAND, "run", str(main), "-p", "a", "-n", "4000", "--temp", "1"],
+        [*COMMAND, "run", str(endless), "-p", "a", "-n", "4000", "--temp", "0", "--depth", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
