@@ -32,7 +32,7 @@ test: ## Set up, then check format, lint and types, and run all tests
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy -p llama_sidecar.converter -p llama_sidecar.sidecars -p llama_sidecar.runtime -p llama_sidecar.scripts
-	.venv/bin/pytest
+	.venv/bin/pytest -n 2 --dist loadfile
 
 format: ## Format the code and mend what the linter can
 	$(SETUP) --tools-only

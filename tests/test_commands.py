@@ -49,7 +49,7 @@ def run_json(*arguments: object, input: str = "") -> dict[str, object]:
 
 
 def test_run_prints_the_text_and_then_what_it_cost(main: Path) -> None:
-    result = call("run", main, "-p", "def f", "-n", 12)
+    result = call("run", main, "-p", "def f", "-n", 12, "--depth", 3)
     data = run_json(main, "-p", "def f", "-n", 12)
     assert result.exit_code == 0 and result.stdout.rstrip("\n") == str(data["text"]).rstrip("\n")
     assert "12 tokens" in result.stderr and "accepted" in result.stderr and "tok/s" in result.stderr
