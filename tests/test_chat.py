@@ -41,7 +41,9 @@ def model(main: Path) -> Iterator[Model]:
 
 
 def chat(main: Path, *arguments: str, input: str = "") -> Result:
-    return CliRunner().invoke(cli, ["chat", str(main), "-n", "6", "--temp", "0", "--depth", "3", *arguments], input=input)
+    return CliRunner().invoke(
+        cli, ["chat", str(main), "-n", "6", "--temp", "0", "--depth", "3", *arguments], input=input
+    )
 
 
 def test_answers_become_part_of_the_conversation(model: Model) -> None:
