@@ -262,6 +262,9 @@ def test_ctrl_c_ends_run_quietly(tmp_path: Path) -> None:
         [*COMMAND, "run", str(endless), "-p", "a", "-n", "4000", "--temp", "0", "--depth", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # jobs in the background inherit "ignored"
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
