@@ -19,6 +19,7 @@ from typing import Any
 from .errors import LoadError, PromptError
 from .llm import Model
 from .lossless import first_divergence, top_two_margin
+from .pace import expected_tokens
 from .prompts import Prompt, prompts_hash
 from .provenance import provenance
 from .session import Generation, Session
@@ -48,7 +49,7 @@ def p_accept(length: float, depth: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(depth + 1)) < length else (low, middle)
+        low, high = (middle, high) if expected_tokens([middle] * depth) < length else (low, middle)
     return (low + high) / 2
 
 

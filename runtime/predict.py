@@ -25,6 +25,7 @@ from .cache_folder import CacheFolder, default_root
 from .errors import CacheError, LoadError
 from .library import llama
 from .llm import Model, load
+from .pace import expected_tokens
 from .prompts import Prompt
 from .random_model import MARK, SHAPES, RandomPair, Shape, random_pair
 
@@ -53,7 +54,7 @@ class RelativeCosts:
 
     def speedup(self, acceptance: float, depth: int) -> float:
         """How many times plain speed rounds of `depth` drafts are; depth 0 is plain."""
-        return expected_length(acceptance, depth) / self.round_cost(depth)
+        return expected_tokens([acceptance] * depth) / self.round_cost(depth)
 
     def round_cost(self, depth: int) -> float:
         """What a round of `depth` drafts takes, in decodes of one row."""
@@ -66,15 +67,6 @@ class RelativeCosts:
     def best_speedup(self, acceptance: float) -> float:
         """The speed-up at the best depth."""
         return self.speedup(acceptance, self.best_depth(acceptance))
-
-
-def expected_length(acceptance: float, depth: int) -> float:
-    """E(depth): tokens of a round, the target's own included, when each draft stands at this chance.
-
-    >>> expected_length(0.5, 2)
-    1.75
-    """
-    return float(sum(acceptance**i for i in range(depth + 1)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from llama_sidecar.runtime.pace import expected_tokens
 from llama_sidecar.runtime.placement import idle_gpu_hint
 from llama_sidecar.runtime.predict import (
     ACCEPTANCES,
@@ -18,7 +19,6 @@ from llama_sidecar.runtime.predict import (
     MAX_DEPTH,
     PUBLISHED,
     Prediction,
-    expected_length,
     predict,
     published_near,
 )
@@ -178,7 +178,7 @@ def _table(prediction: Prediction) -> str:
                 f"{acceptance:.2f}",
                 str(depth) if depth else "0: leave it off",
                 f"{costs.best_speedup(acceptance):.2f}",
-                f"{expected_length(acceptance, depth):.2f}",
+                f"{expected_tokens([acceptance] * depth):.2f}",
                 ", ".join(seen),
             )
         )
