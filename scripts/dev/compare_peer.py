@@ -5,7 +5,8 @@
 
 Both servers (plain and with `--spec-type draft-mtp`) and our model stay loaded; each pair asks all four for the same
 prompt, one after the other, so that the machine's drift falls on all. `--synthetic-length L` replaces verification on both
-sides by coin tosses of mean accepted length L; 0 verifies for real, and then the acceptances can be compared.
+sides by coin tosses of mean accepted length L; 0 verifies for real, and then the acceptances can be compared. In a short run
+the coins of one side may fall better: `..._speedup_at_length` is what the same rounds would have gained at exactly L.
 llama-server comes from the sources of the llama-cpp-python release that ours runs on.
 """
 
@@ -147,6 +148,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         name: median(s / p for s, p in zip(speeds[f"{name} spec"], speeds[f"{name} plain"], strict=True))
         for name in ("peer", "our")
     }
+    acceptance = {name: accepted / max(1, drafted) for name, (drafted, accepted) in counts.items()}
+    length = {name: 1 + args.depth * acceptance[name] for name in counts}  # a round costs the same whatever stands
+    at_length = {name: ratio[name] * (args.synthetic_length or length[name]) / length[name] for name in counts}
     return {
         "schema": 1,
         "main": Path(args.main).name,
@@ -162,8 +166,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "our_speedup": ratio["our"],
         "speedup_ratio": ratio["our"] / ratio["peer"],
         "plain_ratio": median(o / p for o, p in zip(speeds["our plain"], speeds["peer plain"], strict=True)),
-        "peer_acceptance": counts["peer"][1] / max(1, counts["peer"][0]),
-        "our_acceptance": counts["our"][1] / max(1, counts["our"][0]),
+        "peer_acceptance": acceptance["peer"],
+        "our_acceptance": acceptance["our"],
+        "peer_speedup_at_length": at_length["peer"],
+        "our_speedup_at_length": at_length["our"],
+        "speedup_ratio_at_length": at_length["our"] / at_length["peer"],
         "plain_texts_equal": n_equal,
     }
 
