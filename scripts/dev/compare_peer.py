@@ -149,8 +149,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for name in ("peer", "our")
     }
     acceptance = {name: accepted / max(1, drafted) for name, (drafted, accepted) in counts.items()}
-    length = {name: 1 + args.depth * acceptance[name] for name in counts}  # a round costs the same whatever stands
-    at_length = {name: ratio[name] * (args.synthetic_length or length[name]) / length[name] for name in counts}
+    length = {name: 1 + args.depth * share for name, share in acceptance.items()}
+    # A round costs the same whatever stands.
+    at_length = {n: ratio[n] * (args.synthetic_length or length[n]) / length[n] for n in counts}
     return {
         "schema": 1,
         "main": Path(args.main).name,
