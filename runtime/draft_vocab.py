@@ -2,7 +2,7 @@
 
 A token without a row is fed to the head as the row whose embedding is nearest to its own. Finding it takes a pass over the
 head's embeddings (a tenth of a second for 32,768 rows), so it is done for many tokens at once and where nobody waits, and
-remembered. Until then row 0 stands in, which costs acceptance and changes no text.
+remembered. Until then, and where it cannot be found, row 0 stands in, which costs acceptance and changes no text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from llama_sidecar.sidecars import MainFile, Sidecar
 from llama_sidecar.sidecars.compact import Compact, nearest_rows
-from llama_sidecar.sidecars.errors import TruncatedFile, UnreadableFile
+from llama_sidecar.sidecars.errors import BadTensorType, TruncatedFile, UnreadableFile
 
 MAX_AT_ONCE = 64  # tokens looked up in one pass: hundreds take seconds
 
@@ -24,7 +24,7 @@ class DraftVocab:
     """Shared by the sessions of a model, from any thread.
 
     Args:
-        source: the file the head was cut from, which has the embeddings of all tokens.
+        source: the file the head was cut from, or its main file: it has the embeddings of all tokens.
         head: the compact head.
 
     Example:
@@ -53,11 +53,13 @@ class DraftVocab:
 
     def find_nearest(self, tokens: Iterable[int]) -> dict[int, int]:
         """Finds the stand-ins of those tokens that have no row; at most MAX_AT_ONCE of them, found before or not, as
-        long as the files can be read."""
+        long as the files can be read and their type is one that gguf knows."""
         outside = [t for t in dict.fromkeys(tokens) if not self._is_inside[t]][:MAX_AT_ONCE]
         with self._lock:
             unknown = [t for t in outside if t not in self._nearest]
             if unknown:
-                with contextlib.suppress(UnreadableFile, TruncatedFile):  # removed while the model is loaded
+                with contextlib.suppress(
+                    UnreadableFile, TruncatedFile, BadTensorType
+                ):  # or removed meanwhile
                     self._nearest.update(nearest_rows(self._source, self._head, unknown))
             return {t: self._nearest[t] for t in outside if t in self._nearest}

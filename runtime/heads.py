@@ -1,7 +1,8 @@
 """Compact heads in the user's cache folder: found, or made from whatever head a model has, and shared by processes.
 
-A head is named by its source's content and its number of rows, and checked whenever it is used. Its rows are the first in merge
-order; once enough of what a model really writes has been counted and those rows miss too much of it, they follow the counts.
+A head is named by its source's content, its number of rows and its types, and checked whenever it is used. No type is wider than
+those the converter writes by default, so that anybody's sidecar drafts as cheaply. Its rows are the first in merge order; once
+enough of what a model really writes has been counted and those rows miss too much of it, they follow the counts.
 Counts are one number per token, never text, and old ones fade. Knows what a compact sidecar is from sidecars/compact.py;
 decodes nothing.
 """
@@ -116,8 +117,9 @@ def _counts_name(main: MainFile) -> str | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The rows that a head should have; where they follow `counts`, other rows with a coverage of `floor` do as well."""
+    """The types and rows that a head should have; where rows follow `counts`, others with a coverage of `floor` do as well."""
 
+    types: compact.Types
     rows: NDArray[np.int32]
     counts: Counts | None
     floor: float
@@ -127,7 +129,11 @@ class _Wanted:
             found = compact.open_compact(path)
         except LlamaSidecarError:  # absent, or damaged: then it is made anew
             return False
-        if found.source != source_hash or len(found.target_ids) != len(self.rows):
+        if (
+            found.source != source_hash
+            or found.types != self.types
+            or len(found.target_ids) != len(self.rows)
+        ):
             return False
         if self.counts is None:
             return bool(np.array_equal(found.target_ids, self.rows))
@@ -135,14 +141,14 @@ class _Wanted:
 
 
 def _wanted(source: Sidecar | MainFile, n_rows: int, counts: Counts | None) -> _Wanted:
-    types = compact.token_types(source)
-    merge_order = compact.choose_rows(source.tokens, types, n_rows)
+    types, token_types = compact.narrow_types(source), compact.token_types(source)
+    merge_order = compact.choose_rows(source.tokens, token_types, n_rows)
     if counts is not None and counts.sum() >= MIN_COUNTED:
-        best = compact.choose_rows(source.tokens, types, n_rows, counts)
+        best = compact.choose_rows(source.tokens, token_types, n_rows, counts)
         floor = compact.coverage(best, counts) - MAX_MISSED
         if compact.coverage(merge_order, counts) < floor:
-            return _Wanted(best, counts, floor)
-    return _Wanted(merge_order, None, 0.0)
+            return _Wanted(types, best, counts, floor)
+    return _Wanted(types, merge_order, None, 0.0)
 
 
 def _find_or_make(
@@ -159,7 +165,9 @@ def _find_or_make(
         with folder.locked("heads"):
             folder.sweep("heads")
             if not wanted.is_met_by(path, source_hash):  # still: another process may have made it meanwhile
-                compact.write_compact(source, wanted.rows, path, source_hash=source_hash, progress=progress)
+                compact.write_compact(
+                    source, wanted.rows, path, narrow=True, source_hash=source_hash, progress=progress
+                )
                 folder.trim(keep=path)
     folder.touch(path)
     return path
@@ -169,7 +177,8 @@ def _head_name(source: Sidecar | MainFile, source_hash: str, wanted: _Wanted) ->
     """Rows in merge order and rows that follow counts have a file each; the second is replaced when the counts move on."""
     n_rows = len(wanted.rows)
     stem = compact.file_name(source.path, n_rows).removesuffix(".gguf")[:48]
-    key = hashlib.sha256(f"{source_hash} {n_rows}".encode()).hexdigest()[:16]
+    types = json.dumps(wanted.types, sort_keys=True)
+    key = hashlib.sha256(f"{source_hash} {n_rows} {types}".encode()).hexdigest()[:16]
     return f"{stem}-{key}{'' if wanted.counts is None else '-learned'}.gguf"
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from llama_sidecar.sidecars import (
+    LlamaSidecarError,
     MainFile,
     Sidecar,
     check_pair,
@@ -26,7 +27,8 @@ from llama_sidecar.sidecars import (
     open_sidecar,
     survey,
 )
-from llama_sidecar.sidecars.compact import open_compact
+from llama_sidecar.sidecars.compact import Compact, open_compact
+from llama_sidecar.sidecars.errors import CompactGiven
 
 from . import heads, placement
 from ._native import Turns, drafter_kinds
@@ -83,7 +85,8 @@ def load(
 
     Args:
         main: the main file (the first shard of a sharded one).
-        sidecar: the sidecar; by default the one beside the main file, or the head inside it.
+        sidecar: the sidecar, or a compact one, which is used as it is; by default the one beside the main file, or the head
+            inside it.
         spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", ...), which must then be there.
         depth: tokens drafted per round, 1 to 64; "auto" lets pace choose it round by round from what drafts cost here and
             how many stand, 0 included, so that it is never slower than plain decoding. The first session then measures the
@@ -131,20 +134,25 @@ def load(
     speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
+    if isinstance(sidecar_file, Compact) and draft_vocab != "auto":
+        raise LoadError(
+            f"{sidecar_file.path} is a compact sidecar and is used with the {len(sidecar_file.tokens):,} rows it has: "
+            f"leave the draft vocabulary ({draft_vocab!r}) out, or give the sidecar that it was cut from"
+        )
     set_verbose(verbose)
     return Model(main_file, sidecar_file, speculation, settings, depth, draft_vocab=draft_vocab, learn=learn)
 
 
 def _choose_sidecar(
     main: MainFile, sidecar: str | os.PathLike[str] | None, spec_type: str, force: bool
-) -> tuple[Speculation, Sidecar | None]:
+) -> tuple[Speculation, Sidecar | Compact | None]:
     wanted = kind_from_name(spec_type) if spec_type != "none" else None
     if spec_type == "none":
         if sidecar is not None:
             raise LoadError(f"spec_type 'none' and the sidecar {sidecar} contradict each other")
         return Speculation(None, None, "it was turned off"), None
     if sidecar is not None:
-        opened, why = open_sidecar(sidecar), "it was asked for"
+        opened, why = _open(sidecar), "it was asked for"
         if wanted not in (None, opened.kind):
             raise LoadError(f"{opened.path} is a {opened.kind} sidecar, but {spec_type!r} was asked for")
     else:
@@ -168,6 +176,13 @@ def _choose_sidecar(
     return Speculation(opened.kind, opened.path, why, match.status), opened
 
 
+def _open(path: str | os.PathLike[str]) -> Sidecar | Compact:
+    try:
+        return open_sidecar(path)
+    except CompactGiven:
+        return open_compact(path)
+
+
 _models: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
@@ -188,7 +203,7 @@ class Model:
     def __init__(
         self,
         main: MainFile,
-        sidecar: Sidecar | None,
+        sidecar: Sidecar | Compact | None,
         speculation: Speculation,
         settings: Settings,
         depth: int | str,
@@ -211,9 +226,8 @@ class Model:
         self.draft_vocab: DraftVocab | None = None
         self.draft_vocab_why = "all of it is drafted with"
         head = self._cut_head(sidecar, draft_vocab, learn)
-        self.learns = (
-            learn and self.draft_vocab is not None
-        )  # a head that has all tokens has nothing to learn
+        # A head that has all tokens has nothing to learn, and one that was given keeps its rows.
+        self.learns = learn and self.draft_vocab is not None and not isinstance(sidecar, Compact)
         embedded = speculation.path == main.path and head is None
         self.weights = Weights(
             main.path,
@@ -335,10 +349,14 @@ class Model:
             self._default = self.session()
         return self._default
 
-    def _cut_head(self, sidecar: Sidecar | None, n_rows: int | str, learn: bool) -> Path | None:
-        """The file to draft with: a compact head where one can be had, else the sidecar; None when it is in the main file."""
+    def _cut_head(self, sidecar: Sidecar | Compact | None, n_rows: int | str, learn: bool) -> Path | None:
+        """The file to draft with: a compact head where one is given or can be had, else the sidecar; None when it is in the
+        main file."""
         if self.kind is None:
             return None
+        if isinstance(sidecar, Compact):
+            self.draft_vocab = DraftVocab(self.main, sidecar)
+            return sidecar.path
         source = sidecar or self.main
         if n_rows != "full" and self.kind == "mtp":
             try:
@@ -352,7 +370,7 @@ class Model:
                     raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
                 self.draft_vocab = DraftVocab(source, head)
                 return path
-            except HeadsUnavailable as error:
+            except LlamaSidecarError as error:  # none can be had, or another process has removed it by now
                 self.draft_vocab_why = str(error)
         return sidecar.path if sidecar else None
 
@@ -361,7 +379,7 @@ class Model:
         with contextlib.suppress(CacheError):  # counting is a service, not a duty
             heads.add_counts(self.main, tokens)
 
-    def _place(self, sidecar: Sidecar | None) -> int:
+    def _place(self, sidecar: Sidecar | Compact | None) -> int:
         if self.settings.gpu_layers != "auto":
             return int(self.settings.gpu_layers)
         devices = placement.gpus()

@@ -1,18 +1,23 @@
 """Compact sidecars: a head cut to the rows of its vocabulary that are worth drafting.
 
 Most of a draft step is the product with the whole vocabulary. A compact sidecar holds the same blocks and some rows of each
-matrix that has one row per token, copied byte for byte, with a list of the target's token ids they stand for. Tokens outside it
-can still be fed: as the row inside whose embedding is nearest. What a draft is made of never changes the text. FORMAT.md has the
-contract. Knows files and arrays; which tensors have a row per token, a kind says (kinds/); where files are kept, the caller.
+matrix that has one row per token, copied byte for byte or in narrower types, with a list of the target's token ids they stand
+for. Tokens outside it can still be fed: as the row inside whose embedding is nearest. What a draft is made of never changes the
+text. FORMAT.md has the contract. Knows files and arrays; which tensors have a row per token, a kind says (kinds/); where files
+are kept, the caller.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import os
 import re
+import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,19 +28,24 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType, TokenType
 from numpy.typing import ArrayLike, NDArray
 
 from llama_sidecar.sidecars import errors, keys
-from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo
+from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES, GGUFHeader, StringArray, TensorInfo
 from llama_sidecar.sidecars.gguf_reader import read_header
-from llama_sidecar.sidecars.kind import n_blocks
+from llama_sidecar.sidecars.kind import Target, n_blocks
 from llama_sidecar.sidecars.kinds import KINDS
 from llama_sidecar.sidecars.shards import shard_name
-from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, check_format, fingerprint
+from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, check_epsilons, check_format, fingerprint
 
 N_ROWS = 32_768  # of a large vocabulary, these cover nearly all text of one language
 SMALL_VOCAB = 65_536  # up to here a cut costs more acceptance than it saves time
 HASH_SCHEME = "llama-sidecar head 1"
 PIECE_BYTES = 1 << 18  # of a tensor, held in memory at a time: near the cache
 
+# The widest types of a narrow head, those that the converter writes by default: a draft step costs little more than reading it.
+NARROW_BLOCK = GGMLQuantizationType.Q8_0
+NARROW_VOCAB = GGMLQuantizationType.Q4_0
+
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
+Types = Mapping[str, int]  # ggml's type of each tensor
 
 _ALWAYS = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)
 _U64 = struct.Struct("<Q")
@@ -47,15 +57,25 @@ _NOT_COPIED = ("tokenizer.", "split.", "sidecar.", keys.ARCHITECTURE, keys.ALIGN
 class Compact:
     """A checked compact sidecar.
 
-    `target_ids` (n_rows,) I32, ascending: the target's token id of each draft id; `n_vocab` counts the source's tokens;
-    `source` is the `content_hash` of the head it was cut from.
+    `target_ids` (n_rows,) I32, ascending: the target's token id of each draft id; `tokens` (n_rows,) their texts; `n_vocab`
+    counts the source's tokens; `source` is the `content_hash` of the head it was cut from. The rest is as in `Sidecar`.
     """
 
     path: Path
     header: GGUFHeader
+    kind: str
     target_ids: NDArray[np.int32]
+    tokens: StringArray
     n_vocab: int
     source: str
+    target: Target
+    trunk: str | None
+    rows: str | None
+
+    @property
+    def types(self) -> Types:
+        """The type of each tensor."""
+        return {info.name: int(info.type) for info in self.header.tensors.values()}
 
 
 def default_n_rows(n_vocab: int) -> int | None:
@@ -159,48 +179,140 @@ def content_hash(source: Sidecar | MainFile) -> str:
     return digest.hexdigest()
 
 
+def narrow_types(source: Sidecar | MainFile) -> Types:
+    """Say which type each tensor of a head has in a compact sidecar written with `narrow`: none is wider than the converter's own.
+
+    Matrices of blocks wider than Q8_0 become that, those with one row per token and wider than Q4_0 become that (F16 where a
+    row is not whole blocks). Narrower ones stay as they are, and so do norms, routers, and types that cannot be dequantised here.
+    Raises CannotCut and the errors of FORMAT.md's rules.
+
+    >>> narrow_types(open_sidecar("mtp-NAME-BF16.gguf"))["token_embd.weight"]  # doctest: +SKIP
+    2
+    """
+    head = _head(source)
+    cut = KINDS[_kind(source)].vocab_tensors(head)
+    return {info.name: int(_narrowed(info, info.name in cut)) for info in head.tensors.values()}
+
+
+def _narrowed(info: TensorInfo, has_row_per_token: bool) -> int:
+    is_matrix = len(info.shape) > 1 and info.name.endswith(".weight")
+    if not is_matrix or info.name.endswith(keys.ALWAYS_F32) or not _can_dequantise(info.type):
+        return info.type
+    wanted = NARROW_VOCAB if has_row_per_token else NARROW_BLOCK
+    if info.shape[0] % BLOCK_SIZES[wanted][0]:
+        wanted = GGMLQuantizationType.F16
+    return wanted if _bits(info.type) > _bits(wanted) else info.type
+
+
+def _bits(kind: int) -> float:
+    n_elements, n_bytes = BLOCK_SIZES[int(kind)]
+    return 8 * n_bytes / n_elements
+
+
+def _can_dequantise(kind: int) -> bool:
+    try:
+        gguf.dequantize(np.zeros((1, BLOCK_SIZES[int(kind)][1]), np.uint8), GGMLQuantizationType(kind))
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
 def write_compact(
     source: Sidecar | MainFile,
     rows: ArrayLike,
     path: str | os.PathLike[str],
     *,
+    narrow: bool = False,
     source_hash: str | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write the rows of a head (a sidecar's, or the one inside a main model) as a compact sidecar; whole or not at all.
 
-    `rows` are token ids, ascending; a multiple of 64 of them keeps the fast kernels. `source_hash` is the source's
-    `content_hash` where it is known. Holds a few MB. Raises BadRows, CannotCut, UnwritableFile, and what `content_hash` raises.
+    `rows` are token ids, ascending; a multiple of 64 of them keeps the fast kernels. `narrow` writes the types of
+    `narrow_types`; else every type stays. `source_hash` is the source's `content_hash` where it is known. Holds a few MB.
+    Raises BadRows, CannotCut, UnwritableFile, and what `content_hash` raises.
 
     >>> write_compact(open_sidecar("mtp-NAME-Q8_0.gguf"), range(32768), "compact-NAME-Q8_0-32768.gguf")  # doctest: +SKIP
+    """
+    with writing_compact(source, rows, path, narrow=narrow, source_hash=source_hash, progress=progress):
+        pass
+
+
+@contextmanager
+def writing_compact(
+    source: Sidecar | MainFile,
+    rows: ArrayLike,
+    path: str | os.PathLike[str],
+    *,
+    narrow: bool = False,
+    source_hash: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Path]:
+    """Write as `write_compact`, for a `with` block: the file gets its name only when the block ends well.
+
+    Yields the path it has until then. What killed writers left of this file is removed.
+
+    >>> with writing_compact(source, rows, "compact-NAME-Q8_0-32768.gguf"):    # doctest: +SKIP
+    ...     put_the_other_files_in_place()
     """
     path = Path(path)
     head = _head(source)
     ids = _checked_rows(rows, len(source.tokens), f"the rows for {path}")
-    cut = set(KINDS[_kind(source)].vocab_tensors(head))
+    types = narrow_types(source) if narrow else {info.name: int(info.type) for info in head.tensors.values()}
+    cut = KINDS[_kind(source)].vocab_tensors(head)
     plan = [
-        replace(info, shape=(info.shape[0], len(ids)), n_bytes=info.n_bytes // info.shape[1] * len(ids))
-        if info.name in cut
-        else info
+        _as_type(info, types[info.name], len(ids) if info.name in cut else None)
         for info in head.tensors.values()
     ]
     header = _new_header(source, head, ids, plan, source_hash or content_hash(source))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with _refusals(path):
+        _sweep(path)
+        out = open(part, "xb")  # noqa: SIM115  # held until the file has its name: its lock says that it is no left-over
     try:
-        header.write_header_to_file(part)
-        header.write_kv_data_to_file()
-        header.write_ti_data_to_file()
-        header.close()
-        with open(part, "ab") as out:
+        with _refusals(path):
+            with suppress(OSError):  # a file system without locks: then nothing is ever swept there
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            header.write_header_to_file(part)
+            header.write_kv_data_to_file()
+            header.write_ti_data_to_file()
+            header.close()
+            out.seek(0, os.SEEK_END)
             _write_data(out, head, plan, ids, progress)
             out.flush()
             os.fsync(out.fileno())
-        open_compact(part)
-        os.replace(part, path)
-    except OSError as error:
-        raise errors.UnwritableFile(f"{path} cannot be written: {error.strerror or error}") from error
+            open_compact(part)
+        yield part
+        with _refusals(path):
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+        out.close()
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Turns the system's refusals into an UnwritableFile."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.UnwritableFile(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _sweep(path: Path) -> None:
+    """Removes what killed writers left of a file."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with suppress(OSError), open(part, "rb") as left:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+
+
+def _as_type(info: TensorInfo, kind: int, n_rows: int | None) -> TensorInfo:
+    """A tensor as it will be written: of another type, and cut to `n_rows` rows unless that is None."""
+    shape = info.shape if n_rows is None else (info.shape[0], n_rows)
+    n_elements, n_bytes = BLOCK_SIZES[int(kind)]
+    changed = replace(info, shape=shape, type=kind)
+    return replace(changed, n_bytes=changed.n_elements // n_elements * n_bytes)
 
 
 def open_compact(path: str | os.PathLike[str]) -> Compact:
@@ -220,8 +332,11 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
         raise errors.NotCompact(
             f"{path}: this is no compact sidecar: {header.arch} without a head that can be cut"
         )
-    found[0].check(header)  # the rules of its kind, for a vocabulary of its own
-    n_rows, n_vocab = len(header.strings(keys.TOKENS)), header.uint(keys.COMPACT_N_VOCAB)
+    kind = found[0]
+    kind.check(header)  # the rules of its kind, for a vocabulary of its own
+    check_epsilons(header)
+    tokens = header.strings(keys.TOKENS)
+    n_rows, n_vocab = len(tokens), header.uint(keys.COMPACT_N_VOCAB)
     if header.uint(keys.VOCAB_SIZE) != n_rows:
         raise errors.WrongKey(
             f"{path}: {header.key(keys.VOCAB_SIZE)} is {header.uint(keys.VOCAB_SIZE)}; {n_rows}, its number of tokens, is expected"
@@ -236,13 +351,24 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
         raise errors.MissingKey(
             f"{path}: the key {keys.COMPACT_SOURCE} is missing; 64 hexadecimal digits are expected"
         )
-    return Compact(header.path, header, ids, n_vocab, source)
+    return Compact(
+        path=header.path,
+        header=header,
+        kind=kind.name,
+        target_ids=ids,
+        tokens=tokens,
+        n_vocab=n_vocab,
+        source=source,
+        target=kind.target(header),
+        trunk=fingerprint(header, keys.FINGERPRINT_TRUNK),
+        rows=fingerprint(header, keys.FINGERPRINT_ROWS),
+    )
 
 
 def nearest_rows(source: Sidecar | MainFile, compact: Compact, token_ids: Sequence[int]) -> dict[int, int]:
     """Find the draft id to feed for each of the target's tokens: its own, or that of the row nearest by cosine.
 
-    `source` is the head that `compact` was cut from. One pass over the compact embeddings, however many tokens: give all at
+    `source` is the head that `compact` was cut from, or its main model. One pass over the compact embeddings, however many tokens: give all at
     once and remember the answers. Raises BadRows (an id that the source has not), BadTensorType (a type that cannot be
     dequantised), UnreadableFile, TruncatedFile.
 
@@ -262,10 +388,11 @@ def nearest_rows(source: Sidecar | MainFile, compact: Compact, token_ids: Sequen
 
 
 def _nearest(source: GGUFHeader, compact: GGUFHeader, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    info = _embeddings(source)
+    name = _embeddings(source, compact)
+    info = source.tensors[name]
     queries = np.concatenate([_dequantised(info, piece) for piece in _pieces(info, tokens)])
     best, found = np.full(len(tokens), -np.inf, np.float32), np.zeros(len(tokens), np.int64)
-    first, info = 0, _embeddings(compact)
+    first, info = 0, compact.tensors[name]
     for piece in _pieces(info):
         rows = _dequantised(info, piece)
         lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
@@ -280,10 +407,10 @@ def _nearest(source: GGUFHeader, compact: GGUFHeader, tokens: NDArray[np.int64])
     return found
 
 
-def _embeddings(header: GGUFHeader) -> TensorInfo:
-    """The matrix that a head looks tokens up in: its own where it has one."""
-    own = keys.NEXTN_EMBED_TOKENS.format(i=n_blocks(header) - header.uint(keys.NEXTN_PREDICT_LAYERS))
-    return header.tensors[own if own in header.tensors else keys.TOKEN_EMBD]
+def _embeddings(source: GGUFHeader, compact: GGUFHeader) -> str:
+    """The matrix to compare tokens in: the head's own, which it looks them up in, where both files have one."""
+    own = keys.NEXTN_EMBED_TOKENS.format(i=n_blocks(compact) - compact.uint(keys.NEXTN_PREDICT_LAYERS))
+    return own if own in source.tensors and own in compact.tensors else keys.TOKEN_EMBD
 
 
 def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -294,6 +421,12 @@ def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float3
             f"{info.path}: {info.name} is {info.type_name}, which cannot be dequantised here"
         ) from error
     return np.asarray(values, np.float32).reshape(len(rows), -1)
+
+
+def _encoded(rows: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
+    """The bytes of rows in a type; numpy does it in a quarter of a second for 32,768 rows of 1,024, libggml in a tenth."""
+    with np.errstate(over="ignore"):  # a value beyond F16: a worse draft
+        return np.asarray(gguf.quantize(rows, GGMLQuantizationType(kind))).view(np.uint8)
 
 
 def _kind(source: Sidecar | MainFile) -> str:
@@ -375,7 +508,8 @@ def _write_data(
     out.write(_padding(out))
     for info in plan:
         old = head.tensors[info.name]
-        for piece in _pieces(old, None if old.shape == info.shape else ids):
+        for stored in _pieces(old, None if old.shape == info.shape else ids):
+            piece = stored if info.type == old.type else _encoded(_dequantised(old, stored), info.type)
             out.write(piece.data)
             done += piece.nbytes
             if progress:

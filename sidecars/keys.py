@@ -33,9 +33,16 @@ FORMAT = "sidecar.format"
 FORMAT_VERSION = 1
 FINGERPRINT_TRUNK = "sidecar.fingerprint.trunk"
 FINGERPRINT_ROWS = "sidecar.fingerprint.rows"
+MERGED_TRUNK = "sidecar.merged.trunk"  # in a main file: the fingerprints of the head inside it, where they are others
+MERGED_ROWS = "sidecar.merged.rows"
+GRAFT_TRUNK = "sidecar.graft.trunk"
+REQUANT_FROM = "sidecar.requant.from"
 COMPACT_TARGET_IDS = "sidecar.compact.target_ids"
 COMPACT_N_VOCAB = "sidecar.compact.n_vocab"
 COMPACT_SOURCE = "sidecar.compact.source"
+
+# Ends of the names of matrices that stay F32 whatever type is asked for, in llama.cpp's files and ours.
+ALWAYS_F32 = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight")
 
 TOKEN_EMBD = "token_embd.weight"
 OUTPUT = "output.weight"

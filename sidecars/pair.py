@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llama_sidecar.sidecars.compact import Compact
 from llama_sidecar.sidecars.errors import PairMismatch
 from llama_sidecar.sidecars.sidecar import MainFile, Sidecar
 
@@ -22,7 +23,7 @@ class Match:
     detail: str
 
 
-def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Match:
+def check_pair(main: MainFile, sidecar: Sidecar | Compact, *, force: bool = False) -> Match:
     """Check that a sidecar drafts for this main model: architecture, width, layers, vocabulary and fingerprints.
 
     `force` accepts fingerprints that differ (the text stays what the main model alone writes; drafts are accepted less
@@ -33,7 +34,10 @@ def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Matc
     'verified'
     """
     _check_target(main, sidecar)
-    _check_vocabulary(main, sidecar)
+    if isinstance(sidecar, Compact):
+        _check_rows(main, sidecar)
+    else:
+        _check_vocabulary(main, sidecar)
     try:
         return _compare_fingerprints(main, sidecar)
     except PairMismatch as error:
@@ -42,7 +46,7 @@ def check_pair(main: MainFile, sidecar: Sidecar, *, force: bool = False) -> Matc
         return Match(UNVERIFIED, f"forced: {error}")
 
 
-def _compare_fingerprints(main: MainFile, sidecar: Sidecar) -> Match:
+def _compare_fingerprints(main: MainFile, sidecar: Sidecar | Compact) -> Match:
     if None not in (main.trunk, sidecar.trunk) and main.trunk != sidecar.trunk:
         raise _mismatch(main, sidecar, "trunk's fingerprint", _short(main.trunk), _short(sidecar.trunk))
     if None not in (main.rows, sidecar.rows) and main.rows != sidecar.rows:
@@ -61,14 +65,16 @@ def _short(fingerprint: str | None) -> str:
     return f"{fingerprint or '':.12}..."
 
 
-def _mismatch(main: MainFile, sidecar: Sidecar, what: str, ours: object, theirs: object) -> PairMismatch:
+def _mismatch(
+    main: MainFile, sidecar: Sidecar | Compact, what: str, ours: object, theirs: object
+) -> PairMismatch:
     return PairMismatch(
         f"{sidecar.path} does not belong to {main.path}: the {what} is {theirs}, the main model's is {ours}; "
         f"use the sidecar that was converted from the same checkpoint"
     )
 
 
-def _check_target(main: MainFile, sidecar: Sidecar) -> None:
+def _check_target(main: MainFile, sidecar: Sidecar | Compact) -> None:
     target = sidecar.target
     if target.arch is not None and target.arch != main.arch:
         raise _mismatch(main, sidecar, "architecture", main.arch, target.arch)
@@ -91,3 +97,17 @@ def _check_vocabulary(main: MainFile, sidecar: Sidecar) -> None:
             )
     if len(sidecar.tokens) < len(main.tokens):
         raise _mismatch(main, sidecar, "vocabulary's size", len(main.tokens), len(sidecar.tokens))
+
+
+def _check_rows(main: MainFile, compact: Compact) -> None:
+    """Equal texts for every id that a compact sidecar has a row for; the head it was cut from may be padded beyond."""
+    if compact.n_vocab < len(main.tokens):
+        raise _mismatch(main, compact, "vocabulary's size", len(main.tokens), compact.n_vocab)
+    last = int(compact.target_ids[-1])
+    if last >= len(main.tokens):
+        raise _mismatch(main, compact, "last token id", len(main.tokens) - 1, last)
+    for i, theirs in zip(compact.target_ids.tolist(), compact.tokens.iter_raw(), strict=True):
+        ours = main.tokens.raw(i)
+        if ours != theirs:
+            text = theirs[:99].decode("utf-8", "replace")
+            raise _mismatch(main, compact, f"text of token {i}", repr(main.tokens[i][:99]), repr(text))

@@ -80,7 +80,7 @@ def identify(header: GGUFHeader) -> Identity:
     """
     if keys.COMPACT_TARGET_IDS in header.keys:
         raise errors.CompactGiven(
-            f"{header.path}: this is a compact sidecar, which has its own token ids and is used by itself alone; "
+            f"{header.path}: this is a compact sidecar, which has its own token ids and serves --sidecar alone; "
             f"give the sidecar or main model that it was cut from"
         )
     for kind in KINDS.values():
@@ -112,7 +112,7 @@ def open_main(path: str | os.PathLike[str]) -> MainFile:
         raise errors.NotAMain(
             f"{path}: this is {identity}, not a main model; give the main model, and this file as its --sidecar"
         )
-    _check_epsilons(header)
+    check_epsilons(header)
     return MainFile(
         path=header.path,
         header=header,
@@ -145,7 +145,7 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
     kind = KINDS[identity.kind]
     check_format(header)
     kind.check(header)
-    _check_epsilons(header)
+    check_epsilons(header)
     return Sidecar(
         path=header.path,
         header=header,
@@ -182,7 +182,7 @@ def _tokens(header: GGUFHeader) -> StringArray:
     return tokens
 
 
-def _check_epsilons(header: GGUFHeader) -> None:
+def check_epsilons(header: GGUFHeader) -> None:
     """Raise WrongKey where the constant of a norm is none: llama.cpp would end the process at the first token."""
     for name in map(header.key, keys.EPSILONS):
         value = header.keys.get(name, 0.0)

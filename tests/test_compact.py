@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_gguf
 from conftest import PairOf
+from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.runtime.reference import Context
 from llama_sidecar.runtime.weights import Settings, Weights, make_draft_context
@@ -22,6 +23,7 @@ from llama_sidecar.sidecars import (
     Sidecar,
     compact,
     errors,
+    gguf_header,
     identify,
     open_main,
     open_sidecar,
@@ -130,6 +132,63 @@ def test_everything_of_the_head_is_in_it_and_nothing_else(pair_of: PairOf, tmp_p
     assert small.path.stat().st_size % gguf.GGUF_DEFAULT_ALIGNMENT == 0
 
 
+NARROW = {  # type of the source -> types of its blocks and of its vocabulary in a narrow head
+    "F32": ("Q8_0", "Q4_0"),
+    "F16": ("Q8_0", "Q4_0"),
+    "BF16": ("Q8_0", "Q4_0"),
+    "Q8_0": ("Q8_0", "Q4_0"),
+    "Q5_1": ("Q5_1", "Q4_0"),
+    "Q4_0": ("Q4_0", "Q4_0"),
+}
+
+
+@pytest.mark.parametrize("letter", ["T", "R"])
+@pytest.mark.parametrize("type", NARROW)
+def test_a_narrow_head_holds_nothing_wider_than_the_converter_writes(
+    pair_of: PairOf, letter: str, type: str, tmp_path: Path
+) -> None:
+    sidecar = open_sidecar(pair_of(letter, type).sidecar)
+    full, rows = sidecar.header, some_rows()
+    path = tmp_path / "compact-x.gguf"
+    compact.write_compact(sidecar, rows, path, narrow=True)
+    small = compact.open_compact(path)
+    assert small.types == compact.narrow_types(sidecar)
+    for name, info in full.tensors.items():
+        found = small.header.tensors[name]
+        is_vocab = name == "token_embd.weight"
+        wanted = info.type_name
+        if len(info.shape) > 1 and "gate_inp" not in name:
+            wanted = NARROW[type][is_vocab]
+        assert found.type_name == wanted, name
+        theirs = full.tensor_bytes(name).reshape(info.n_elements // info.shape[0], -1)
+        theirs = theirs[rows] if is_vocab else theirs
+        if found.type != info.type:
+            values = gguf.dequantize(theirs, GGMLType(info.type))
+            theirs = gguf.quantize(values, GGMLType(found.type))
+        assert np.array_equal(small.header.tensor_bytes(name), theirs.reshape(-1).view(np.uint8)), name
+    hidden = np.ones((1, models.N_EMBD), np.float32)
+    assert np.ptp(draft(path, [3], hidden)[0]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "type", "narrowed"),
+    [
+        ("blk.4.ffn_up.weight", (48, 4), GGMLType.F32, GGMLType.F16),  # a row is not whole blocks
+        ("blk.4.ffn_up.weight", (48, 4), GGMLType.BF16, GGMLType.BF16),
+        ("blk.4.ffn_up.weight", (128, 4), 41, 41),  # gguf cannot read it
+        ("blk.4.ffn_up_exps.weight", (64, 4, 2), GGMLType.F32, GGMLType.Q8_0),
+        ("blk.4.ffn_gate_inp.weight", (64, 2), GGMLType.F32, GGMLType.F32),  # a router
+        ("blk.4.nextn.enorm.weight", (64,), GGMLType.F16, GGMLType.F16),
+        ("blk.4.rope_freqs", (64, 2), GGMLType.F32, GGMLType.F32),
+        ("blk.4.ffn_up.weight", (256, 4), GGMLType.Q4_K, GGMLType.Q4_K),
+    ],
+)
+def test_what_a_narrow_head_leaves_as_it_is(
+    name: str, shape: tuple[int, ...], type: int, narrowed: int
+) -> None:
+    assert compact._narrowed(gguf_header.TensorInfo(name, shape, type, 0, 0, Path("x")), False) == narrowed
+
+
 def test_a_vocabulary_s_size_that_the_source_declares_is_replaced(tmp_path: Path) -> None:
     keys = {
         "qwen35.vocab_size": tiny_gguf.N_VOCAB,
@@ -210,7 +269,7 @@ def test_a_token_outside_is_fed_as_its_nearest_row(pair_of: PairOf, type: str, t
     rows = some_rows()
     small = cut(sidecar, tmp_path, rows)
     raw = sidecar.header.tensor_bytes("token_embd.weight").reshape(models.N_VOCAB, -1)
-    embeddings = gguf.dequantize(raw, gguf.GGMLQuantizationType[type]).reshape(models.N_VOCAB, -1)
+    embeddings = gguf.dequantize(raw, GGMLType[type]).reshape(models.N_VOCAB, -1)
     units = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     expected = (units @ units[rows].T).argmax(axis=1)
     for asked in (range(3), range(models.N_VOCAB), [250, 250]):
@@ -219,6 +278,25 @@ def test_a_token_outside_is_fed_as_its_nearest_row(pair_of: PairOf, type: str, t
     assert all(found[int(token)] == i for i, token in enumerate(rows) if token == 250)
     with pytest.raises(errors.BadRows, match="0 to 255"):
         compact.nearest_rows(sidecar, small, [256])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_main_file_s_embeddings_serve_as_well(tmp_path: Path, own: bool) -> None:
+    """A head's own embeddings are in no main file; then both files' trunk embeddings are compared."""
+
+    def own_embeddings(tensors: dict[str, np.ndarray]) -> None:
+        shape = tensors["token_embd.weight"].shape
+        tensors["blk.4.nextn.embed_tokens.weight"] = np.random.default_rng(4).random(shape, np.float32)
+
+    pair = models.write_pair(tmp_path, edit=own_embeddings if own else None)
+    sidecar, main = open_sidecar(pair.sidecar), open_main(pair.main)
+    small = cut(sidecar, tmp_path, some_rows())
+    ids = range(models.N_VOCAB)
+    from_main, from_sidecar = (compact.nearest_rows(source, small, ids) for source in (main, sidecar))
+    assert (from_main == from_sidecar) is not own
+    embeddings = sidecar.header.tensor_bytes("token_embd.weight").view(np.float32).reshape(len(ids), -1)
+    units = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    assert from_main == dict(enumerate((units @ units[small.target_ids].T).argmax(axis=1).tolist()))
 
 
 # Names and mistakes.
@@ -283,6 +361,24 @@ def test_a_failed_write_leaves_nothing(pair_of: PairOf, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_gets_its_name_when_the_block_ends_well(pair_of: PairOf, tmp_path: Path) -> None:
+    sidecar, path = open_sidecar(pair_of("R").sidecar), tmp_path / "out.gguf"
+    with (
+        pytest.raises(ZeroDivisionError),
+        compact.writing_compact(sidecar, some_rows(), path) as part,
+    ):
+        assert len(compact.open_compact(part).target_ids) == N_ROWS
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    left = tmp_path / ".out.gguf.0123abcd.part"
+    left.write_text("of a killed writer")
+    with compact.writing_compact(sidecar, some_rows(), path) as part:
+        assert not left.exists()
+        compact.write_compact(sidecar, some_rows(), path)  # another one, meanwhile
+        assert part.exists() and path.exists()
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def with_keys(changes: dict[str, object]) -> Callable[[Path, Path], None]:
     """Writes a compact sidecar of two rows with some keys otherwise, or (None) left out."""
 
@@ -334,6 +430,7 @@ def one_row_more(source: Path, path: Path) -> None:
         (with_keys({"qwen35.block_count": None}), errors.NotCompact),
         (with_keys({"qwen35.nextn_predict_layers": None}), errors.MissingKey),
         (with_keys({"sidecar.format": 2}), errors.UnsupportedFormat),
+        (with_keys({"qwen35.attention.layer_norm_rms_epsilon": -1.0}), errors.WrongKey),
         (cut_short, errors.TruncatedFile),
         (one_row_more, errors.GGUFError),
     ],

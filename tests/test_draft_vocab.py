@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 
 from llama_sidecar.runtime import Model, heads, load
+from llama_sidecar.runtime.errors import LoadError
+from llama_sidecar.sidecars import open_sidecar, read_header
+from llama_sidecar.sidecars.compact import write_compact
+from llama_sidecar.sidecars.errors import PairMismatch
 
 PROMPT = list(b"hello world, this is where it starts")
 N = 48
@@ -19,7 +24,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     import gguf
 
     folder = tmp_path_factory.mktemp("pair")
-    return models.write_pair(folder, recurrent=request.param, type=gguf.GGMLQuantizationType.Q8_0)
+    # Q4_0 is the type that a head's vocabulary is cut to: its rows are then those of the sidecar to the bit.
+    return models.write_pair(folder, recurrent=request.param, type=gguf.GGMLQuantizationType.Q4_0)
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +117,95 @@ def test_an_unusable_cache_means_the_full_head_and_a_reason(
         assert model.draft_vocab is None
         assert "compact head" in model.draft_vocab_why
         assert run(model)[0] == run(model, spec_type="none")[0]
+
+
+def test_a_head_that_another_process_removes_means_the_full_head_and_a_reason(
+    pair: models.Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = heads.compact_head
+
+    def removed(*args: Any, **options: Any) -> Path:
+        path = real(*args, **options)
+        path.unlink()
+        return path
+
+    monkeypatch.setattr(heads, "compact_head", removed)
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128) as model:
+        assert model.draft_vocab is None
+        assert "no such file" in model.draft_vocab_why
+        assert run(model)[1] is None
+
+
+# A compact sidecar that is given by name.
+
+
+@pytest.fixture
+def given(pair: models.Pair, tmp_path: Path) -> Path:
+    path = tmp_path / "compact-main-100.gguf"
+    write_compact(open_sidecar(pair.sidecar), range(20, 120), path)
+    return path
+
+
+def test_a_compact_sidecar_given_by_name_is_used_as_it_is(
+    pair: models.Pair, given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(tmp_path / "cache"))
+    main = tmp_path / "alone" / "main.gguf"  # nothing but the compact sidecar has a head
+    main.parent.mkdir()
+    main.write_bytes(pair.main.read_bytes())
+    with load(main, given, ctx=256, threads=1, depth=3, learn=True) as model:
+        assert (model.kind, model.speculation.path) == ("mtp", given)
+        assert model.speculation.match == "unverified"  # the source has no fingerprint
+        assert model.head_weights.path == given
+        assert model.draft_vocab is not None and model.draft_vocab.ids == list(range(20, 120))
+        assert not model.learns
+        tokens, coverage = run(model)
+        assert tokens == run(model, spec_type="none")[0]
+        assert coverage is not None and 0 < coverage < 1
+        assert set(tokens) - set(range(20, 120)) <= set(model.draft_vocab.nearest())
+    assert not (tmp_path / "cache").exists()
+    with load(pair.main, pair.sidecar, ctx=256, threads=1, draft_vocab=100) as model:
+        assert model.draft_vocab is not None and model.draft_vocab.ids != list(range(20, 120))
+
+
+@pytest.mark.parametrize("rows", [64, "full"])
+def test_a_compact_sidecar_and_a_number_of_rows_contradict_each_other(
+    pair: models.Pair, given: Path, rows: int | str
+) -> None:
+    with pytest.raises(LoadError, match="100 rows it has"):
+        load(pair.main, given, draft_vocab=rows)
+
+
+def test_a_compact_sidecar_of_another_model_is_refused(pair: models.Pair, tmp_path: Path) -> None:
+    recurrent = "qwen35" in str(read_header(pair.main).arch)
+
+    def compact_of(name: str, rows: range, n_vocab: int = 256, **options: Any) -> Path:
+        other = models.write_pair(tmp_path / name, n_vocab=n_vocab, **({"recurrent": recurrent} | options))
+        path = tmp_path / f"compact-{name}.gguf"
+        write_compact(open_sidecar(other.sidecar), rows, path)
+        return path
+
+    def texts(path: Path, old: bytes, new: bytes) -> Path:
+        data = path.read_bytes()
+        assert data.count(old) == 1
+        path.write_bytes(data.replace(old, new))
+        return path
+
+    refused = [
+        (compact_of("arch", range(64), recurrent=not recurrent), "architecture"),
+        (compact_of("layers", range(64), layers=8), "trunk layers"),
+        (compact_of("padding", range(250, 300), n_vocab=300), "last token id"),
+        (
+            texts(compact_of("text", range(256, 259), n_vocab=300), "Ġ257".encode(), "Ġ2_7".encode()),
+            "last token",
+        ),
+    ]
+    for path, what in refused:
+        with pytest.raises(PairMismatch, match=what) as error:
+            load(pair.main, path)
+        assert path.name in str(error.value) and "\n" not in str(error.value)
+    large = models.write_pair(tmp_path / "large", n_vocab=300, recurrent=recurrent)
+    with pytest.raises(PairMismatch, match="vocabulary's size is 256, the main model's is 300"):
+        load(large.main, compact_of("small", range(64)))
+    with pytest.raises(PairMismatch, match="text of token 257"):
+        load(large.main, tmp_path / "compact-text.gguf")

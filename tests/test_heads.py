@@ -113,6 +113,10 @@ def other_rows(path: Path, sidecar: Sidecar) -> None:
     compact.write_compact(sidecar, range(1, N_ROWS + 1), path)
 
 
+def other_types(path: Path, sidecar: Sidecar) -> None:
+    compact.write_compact(sidecar, range(N_ROWS), path)  # as versions did that copied every type
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -122,6 +126,7 @@ def other_rows(path: Path, sidecar: Sidecar) -> None:
         lambda path, sidecar: path.write_bytes(sidecar.path.read_bytes()),
         other_source,
         other_rows,
+        other_types,
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_made_anew(
