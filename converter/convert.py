@@ -93,13 +93,13 @@ def convert(
         account(layout, tensors)
         if not layout.head and (sidecar_type or not main_type):
             raise NoHead(
-                f"{opened.folder} holds no draft head: no tensor in any of its files is called mtp.*; nothing is written"
+                f"{opened.folder} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
         files = _plan_files(layout, tensors, Path(out), name or opened.name, *recipes)
         _check_targets(files.values(), force)
         check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
 
-        common = vocabulary_keys(opened)
+        common = vocabulary_keys(opened, family.VOCABULARY)
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
         whole = {role: _gguf_file(file, opened, family, common, name) for role, file in files.items()}
 

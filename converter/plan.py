@@ -62,24 +62,40 @@ class Planned:
 
     def rows(self, start: int, stop: int) -> U8:
         """The bytes of rows start..stop: (stop - start, row_bytes). Raises UnsupportedModel for values the type cannot hold."""
-        pieces = list(self._pieces(start, stop))
         try:
             with np.errstate(over="raise"):
-                return self._encoded(pieces)
+                return self._encoded(start, stop)
         except FloatingPointError as error:
+            source = next((tensor.name for tensor, _, _ in self._pieces(start, stop)), self.name)
             advice = "ask for BF16 or F32" if self.type == GGMLType.F16 else "the checkpoint is damaged"
             raise UnsupportedModel(
-                f"{pieces[0][0].name} has values beyond the range of {self.type.name}: {advice}"
+                f"{source} has values beyond the range of {self.type.name}: {advice}"
             ) from error
 
-    def _encoded(self, pieces: list[tuple[Tensor, int, int]]) -> U8:
-        as_stored = all(tensor.dtype == self.type.name for tensor, _, _ in pieces)
-        if as_stored and self.placement.transform is None:
-            return _joined([tensor.raw_rows(a, b) for tensor, a, b in pieces])
-        rows: F32 = _joined([tensor.rows(a, b) for tensor, a, b in pieces]).reshape(-1, self.n_cols)
-        if self.placement.transform:
-            rows = np.ascontiguousarray(self.placement.transform(rows))
-        return encode(rows, self.type)
+    def _encoded(self, start: int, stop: int) -> U8:
+        place = self.placement
+        as_stored = bool(self.pieces) and all(tensor.dtype == self.type.name for tensor, _, _ in self.pieces)
+        if as_stored and place.transform is None and not place.transposed:
+            return _joined([tensor.raw_rows(a, b) for tensor, a, b in self._pieces(start, stop)])
+        rows = self._values(start, stop)
+        if place.transform:
+            rows = place.transform(rows)
+        return encode(np.ascontiguousarray(rows), self.type)
+
+    def _values(self, start: int, stop: int) -> F32:
+        """Rows start..stop as float32, before the transform: (stop - start, n_cols)."""
+        if self.placement.values is not None:
+            return np.array(self.placement.values, np.float32).reshape(-1, self.n_cols)[start:stop]
+        if not self.placement.transposed:
+            return self._stored(start, stop).reshape(-1, self.n_cols)
+        n_rows, n_cols = self.pieces[0][0].n_cols, self.n_cols  # of one matrix as it is written
+        first, last = start // n_rows, -(-stop // n_rows)  # the matrices that the rows lie in are read whole
+        stored = self._stored(first * n_cols, last * n_cols)
+        rows: F32 = stored.reshape(-1, n_cols, n_rows).swapaxes(1, 2).reshape(-1, n_cols)
+        return rows[start - first * n_rows : stop - first * n_rows]
+
+    def _stored(self, start: int, stop: int) -> F32:
+        return _joined([tensor.rows(a, b) for tensor, a, b in self._pieces(start, stop)])
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         ends = accumulate(b - a for _, a, b in self.pieces)

@@ -16,13 +16,27 @@ from typing import Any
 from llama_sidecar.converter.checkpoint import Checkpoint
 from llama_sidecar.converter.config import Key
 from llama_sidecar.converter.errors import BadTokenizer
+from llama_sidecar.converter.families import Vocabulary
 
-# The split pattern of tokenizer.json -> llama.cpp's name for it (src/llama-vocab.cpp keeps the patterns as comments).
+# The split patterns of tokenizer.json -> llama.cpp's names for them (src/llama-vocab.cpp keeps the patterns as comments).
+# Where several names stand for one way of splitting, the family says which it is; they differ in what else they switch on.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _SPACES: "qwen2",
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _SPACES: "qwen35",
+_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _SPACES,): ("qwen2",),
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _SPACES,): (
+        "qwen35",
+    ),
+    (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _SPACES,): (
+        "llama-bpe",
+        "glm4",
+    ),
+    (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        _MARKS + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" + _SPACES,
+    ): ("deepseek-v3",),
 }
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama_token_type
@@ -35,13 +49,17 @@ SPECIAL = {
     "sep": "seperator",
     "pad": "padding",
     "mask": "mask",
+    "eot": "eot",
+    "eom": "eom",
 }
+DEFAULT = Vocabulary("qwen2")
 
 
-def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Key]:
+def vocabulary_keys(checkpoint: Checkpoint, family: Vocabulary = DEFAULT) -> dict[str, Key]:
     """The `tokenizer.*` keys of a checkpoint, padded to the configuration's `vocab_size`.
 
-    Raises BadTokenizer when tokenizer.json is missing, is not byte-level BPE, or splits in a way llama.cpp does not know.
+    `family` is what the checkpoint's family says of its vocabulary. Raises BadTokenizer when tokenizer.json is missing, is
+    not byte-level BPE, splits in a way llama.cpp does not know, or lacks a token that the family gives a role to.
     """
     tokenizer = checkpoint.json("tokenizer.json")
     if not tokenizer:
@@ -50,7 +68,7 @@ def vocabulary_keys(checkpoint: Checkpoint) -> dict[str, Key]:
         )
     settings = checkpoint.json("tokenizer_config.json")
     try:
-        keys = _keys(checkpoint, tokenizer, settings)
+        keys = _keys(checkpoint, tokenizer, settings, family)
         _check_text(keys)
         return keys
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -71,7 +89,7 @@ def _check_text(keys: Mapping[str, Key]) -> None:
 
 
 def _keys(
-    checkpoint: Checkpoint, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
+    checkpoint: Checkpoint, tokenizer: Mapping[str, Any], settings: Mapping[str, Any], family: Vocabulary
 ) -> dict[str, Key]:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
@@ -80,30 +98,45 @@ def _keys(
     tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
     keys: dict[str, Key] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer),
+        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer, family),
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": _merges(model.get("merges")),
     }
-    keys |= _special_ids(added, settings, checkpoint)
+    keys |= _special_ids(added, settings, checkpoint) | _roles(added, family)
     keys |= _added_at_the_ends(tokenizer, settings)
     return keys | _chat_templates(checkpoint, settings)
 
 
-def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+def _pre_tokenizer(tokenizer: Mapping[str, Any], family: Vocabulary) -> str:
     stage = tokenizer.get("pre_tokenizer") or {}
     stages = stage.get("pretokenizers", [stage])
-    patterns = [
-        s["pattern"].get("Regex")
+    patterns = tuple(
+        _text(s["pattern"].get("Regex", "")).replace("\r", r"\r").replace("\n", r"\n")
         for s in stages
         if s.get("type") == "Split" and isinstance(s.get("pattern"), dict)
-    ]
-    if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
+    )
+    if patterns not in PRE_TOKENIZERS:
+        known = ", ".join(name for names in PRE_TOKENIZERS.values() for name in names)
         raise BadTokenizer(
-            f"tokenizer.json splits by {patterns or stage.get('type')}, which is none of the patterns known here "
-            f"({', '.join(PRE_TOKENIZERS.values())}): the text would be cut at other places than in training"
+            f"tokenizer.json splits by {list(patterns) or stage.get('type')}, which is none of the patterns known here "
+            f"({known}): the text would be cut at other places than in training"
         )
-    return PRE_TOKENIZERS[patterns[0]]
+    names = PRE_TOKENIZERS[patterns]
+    return family.pre if family.pre in names else names[0]
+
+
+def _roles(added: Mapping[int, tuple[str, bool]], family: Vocabulary) -> dict[str, Key]:
+    """The ids of the tokens that the family itself gives a role to."""
+    by_text = {text: index for index, (text, _) in added.items()}
+    missing = [text for text in family.special.values() if text not in by_text]
+    if missing:
+        raise BadTokenizer(
+            f"tokenizer.json has no added token {', '.join(map(repr, missing))}; expected this family's vocabulary"
+        )
+    return {
+        f"tokenizer.ggml.{SPECIAL[role]}_token_id": by_text[text] for role, text in family.special.items()
+    }
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:

@@ -30,7 +30,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 VARIANTS = [(arch, variant) for arch, family in families().items() for variant in family.TINY]
-LOGITS_PROMPT = list(range(20, 28))
+LOGITS_PROMPT, DRAFT_TOKEN = list(range(20, 28)), 40
 END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
 
 
@@ -58,16 +58,20 @@ def random_values(name: str, shape: tuple[int, ...], scale: float = 0.5) -> npt.
     ) * np.float32(scale)
 
 
-def tiny_tensors(arch: str, variant: str, dtype: str = "BF16") -> dict[str, Array]:
+def tiny_tensors(
+    arch: str, variant: str, dtype: str = "BF16", config: Mapping[str, Any] | None = None
+) -> dict[str, Array]:
     """The variant's tensors under the names that its class gives them; A_log and the delta norm stay F32 as published."""
     family = families()[arch]
     root, optional = family.TINY[variant]
-    config = Config(root)
+    config = Config(config or root)
     layout = family.layout(config, optional)
-    prefix = "model.language_model." if config.architecture.endswith("ForConditionalGeneration") else "model."
+    prefix = family.PREFIX
+    if config.architecture.endswith("ForConditionalGeneration"):
+        prefix += "language_model."
     tensors = {}
     for source in _sources(layout.shared + layout.trunk + layout.head):
-        name = source.name if source.name.startswith(("lm_head.", "mtp.")) else prefix + source.name
+        name = source.name if source.name.startswith(("lm_head.", "mtp.", prefix)) else prefix + source.name
         kept = source.name.endswith(("A_log", "linear_attn.norm.weight"))
         tensors[name] = random_values(source.name, source.shape).astype(DTYPES["F32" if kept else dtype])
     if "language_model" in prefix:
@@ -122,9 +126,11 @@ def write_tokenizer(folder: Path, arch: str = "qwen35", n_more: int = 0) -> None
     pairs = ([a, b] for a in chain(letters, map("".join, product(letters, repeat=2))) for b in letters)
     more = list(islice((pair for pair in pairs if "".join(pair) not in vocabulary), n_more))
     vocabulary |= {"".join(pair): CALL + 1 + i for i, pair in enumerate(more)}
-    pre = "qwen2" if arch == "qwen3next" else "qwen35"
-    pattern = next(pattern for pattern, name in PRE_TOKENIZERS.items() if name == pre)
+    family = families()[arch].VOCABULARY
+    patterns = next(patterns for patterns, names in PRE_TOKENIZERS.items() if family.pre in names)
     added = {END: "<|endoftext|>", START: "<|im_start|>", STOP: "<|im_end|>", CALL: "<tool_call>"}
+    roles = [text for text in family.special.values() if text not in added.values()]
+    added |= {CALL + 1 + n_more + i: text for i, text in enumerate(roles)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     write_json(
@@ -136,7 +142,10 @@ def write_tokenizer(folder: Path, arch: str = "qwen35", n_more: int = 0) -> None
             "pre_tokenizer": {
                 "type": "Sequence",
                 "pretokenizers": [
-                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                    *(
+                        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+                        for regex in patterns
+                    ),
                     byte_level,
                 ],
             },

@@ -34,6 +34,8 @@ def test_files_equal_the_peers(variant: tuple[str, Path], kind: str, tmp_path: P
     peer = json.loads((LISTINGS / f"{name}-{kind}.json").read_text(encoding="utf-8"))
     for role, path in {"main": result.main, "sidecar": result.sidecar}.items():
         ours, theirs = listing(path), peer[role]
+        if theirs is None:  # the peer drops this family's head: test_families.py computes with ours
+            continue
         assert_equal_tensors(ours["tensors"], theirs["tensors"])
         assert ours["keys"] == with_our_differences(theirs["keys"], ours["keys"])
 
@@ -68,6 +70,8 @@ def assert_equal_tensors(ours: dict[str, str], theirs: dict[str, str]) -> None:
 def with_our_differences(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
     """The peer's keys, with ours added and without a list of recurrent layers that says what the interval says."""
     expected = theirs | {name: value for name, value in ours.items() if name.startswith("sidecar.")}
+    if "full_attention_interval" not in str(theirs.keys()):
+        return expected
 
     def value(name: str, default: Any = None) -> Any:
         return (

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number, shared_keys
-from llama_sidecar.converter.errors import BadConfig, TensorMismatch, UnsupportedModel
-from llama_sidecar.converter.families import F32, Layout, Placement, place
+from llama_sidecar.converter.errors import BadConfig, TensorMismatch
+from llama_sidecar.converter.families import F32, Layout, Placement, Vocabulary, _parts, place
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 ARCH = "qwen35"
 CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 DROPPED = re.compile(r"^(model\.)?visual\.|\.rotary_emb\.inv_freq$")
-MAX_HEADS = 1024  # more than any model has: a larger number is a damaged configuration
+PREFIX = "model."
+VOCABULARY = Vocabulary("qwen35")
 
 BlockPart = Callable[
     [Config, str, str, Collection[str]], Iterator[Placement]
@@ -98,7 +99,7 @@ def _n_rotary(config: Config) -> int:
 
 def delta_heads(config: Config) -> tuple[int, int]:
     """The numbers of key heads and value heads of the gated-delta layers."""
-    n_k, n_v = (config.integer(f"linear_num_{part}_heads", MAX_HEADS) for part in ("key", "value"))
+    n_k, n_v = (config.integer(f"linear_num_{part}_heads", _parts.MAX_HEADS) for part in ("key", "value"))
     if n_v % n_k:
         raise BadConfig(f"config.json has {n_v} linear value heads for {n_k} key heads; expected a multiple")
     return n_k, n_v
@@ -181,24 +182,17 @@ def attention(config: Config, source: str, target: str) -> Iterator[Placement]:
 
 
 def dense_ffn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
-    hidden, ff = config.integer("hidden_size"), config.integer("intermediate_size")
-    yield place(f"{target}ffn_gate.weight", f"{source}mlp.gate_proj.weight", ff, hidden)
-    yield place(f"{target}ffn_up.weight", f"{source}mlp.up_proj.weight", ff, hidden)
-    yield place(f"{target}ffn_down.weight", f"{source}mlp.down_proj.weight", hidden, ff)
+    return _parts.dense_ffn(config, f"{source}mlp.", target, config.integer("intermediate_size"))
 
 
 def layout(
     config: Config, names: Collection[str], mixer: BlockPart = delta_net, ffn: BlockPart = dense_ffn
 ) -> Layout:
     """Where the tensors go, with another family's gated-delta mixer or feed-forward part in place of the dense one's."""
-    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    recurrent = recurrent_layers(config)
-    n_layers, n_head_layers = len(recurrent), _n_indices(names, "mtp.")
+    hidden, recurrent = config.integer("hidden_size"), recurrent_layers(config)
     _check_layers(names, recurrent)
-    if n_head_layers > 1:
-        raise UnsupportedModel(
-            f"the head has {n_head_layers} blocks (mtp.layers.*); llama.cpp drafts with exactly one here"
-        )
+    n_layers = len(recurrent)
+    n_head_layers = _parts.one_block(_parts.n_indices(names, "mtp."), "mtp.layers.*")
 
     def block(source: str, target: str, is_recurrent: bool) -> Iterator[Placement]:
         yield place(
@@ -213,12 +207,6 @@ def layout(
         )
         yield from ffn(config, source, target, names)
 
-    shared = [
-        place("token_embd.weight", "embed_tokens.weight", vocabulary, hidden),
-        place("output_norm.weight", "norm.weight", hidden, transform=plus_one),
-    ]
-    if "lm_head.weight" in names:
-        shared.append(place("output.weight", "lm_head.weight", vocabulary, hidden))
     trunk = [p for i in range(n_layers) for p in block(f"layers.{i}.", f"blk.{i}.", recurrent[i])]
     head = [p for j in range(n_head_layers) for p in block(f"mtp.layers.{j}.", f"blk.{n_layers + j}.", False)]
     if head:
@@ -229,20 +217,13 @@ def layout(
             place(f"{nextn}hnorm.weight", "mtp.pre_fc_norm_hidden.weight", hidden, transform=plus_one),
             place(f"{nextn}shared_head_norm.weight", "mtp.norm.weight", hidden, transform=plus_one),
         ]
-    return Layout(shared, trunk, head, n_head_layers, list(_warnings(config, names, n_head_layers)))
-
-
-def _n_indices(names: Collection[str], prefix: str) -> int:
-    """How many blocks `PREFIXlayers.I.` the names speak of; at least one if any name has the prefix.
-
-    An index that no model has counts for nothing: its tensors find no place.
-    """
-    found = {name.removeprefix(f"{prefix}layers.").split(".")[0] for name in names if name.startswith(prefix)}
-    return max((int(index) + 1 if re.fullmatch("[0-9]{1,3}", index) else 1 for index in found), default=0)
+    shared = _parts.shared(config, names, plus_one)
+    said = _parts.warnings(config, names, n_head_layers, "mtp_num_hidden_layers", "mtp.*")
+    return Layout(shared, trunk, head, n_head_layers, list(said))
 
 
 def _check_layers(names: Collection[str], recurrent: list[bool]) -> None:
-    found = _n_indices([name for name in names if name.startswith("layers.")], "")
+    found = _parts.n_indices([name for name in names if name.startswith("layers.")], "")
     if found and found != len(recurrent):
         raise TensorMismatch(
             f"the tensors hold {found} layers, config.json has num_hidden_layers = {len(recurrent)}"
@@ -253,21 +234,6 @@ def _check_layers(names: Collection[str], recurrent: list[bool]) -> None:
         raise TensorMismatch(
             f"layers {', '.join(map(str, wrong))} hold tensors of the other kind of attention than config.json's layer_types say"
         )
-
-
-def _warnings(config: Config, names: Collection[str], n_head_layers: int) -> Iterator[str]:
-    said = config.get("mtp_num_hidden_layers")
-    if said and not n_head_layers:
-        yield f"config.json says mtp_num_hidden_layers = {said}, but no tensor is called mtp.*: there is no head to write"
-    elif said is not None and said != n_head_layers:
-        yield f"config.json says mtp_num_hidden_layers = {said}, the tensors hold {n_head_layers}; the tensors decide"
-    if config.get("rope_parameters") and config.get("rope_scaling"):
-        yield "config.json has rope_scaling beside rope_parameters: rope_parameters is used"
-    has_output, tied = "lm_head.weight" in names, config.get("tie_word_embeddings")
-    if tied is False and not has_output:
-        yield "config.json says the output is not tied, but there is no lm_head.weight: the embeddings serve as output"
-    if tied is True and has_output:
-        yield "config.json says the output is tied, but there is an lm_head.weight: it is used"
 
 
 # Random checkpoints for tests.

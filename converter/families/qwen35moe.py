@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.families import Layout, Placement, Source, place, qwen35
+from llama_sidecar.converter.families import Layout, Placement, _parts, place, qwen35
 
 ARCH = "qwen35moe"
 CLASSES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
-MAX_EXPERTS = 1024  # llama.cpp's limit
 DROPPED = qwen35.DROPPED
+PREFIX = qwen35.PREFIX
+VOCABULARY = qwen35.VOCABULARY
 canonical = qwen35.canonical
 
 
@@ -23,7 +24,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 
 
 def expert_keys(config: Config, arch: str) -> dict[str, Key]:
-    n_experts = config.integer("num_experts", MAX_EXPERTS)
+    n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
     return {
         f"{arch}.expert_count": n_experts,
         f"{arch}.expert_used_count": config.integer("num_experts_per_tok", n_experts),
@@ -34,42 +35,13 @@ def expert_keys(config: Config, arch: str) -> dict[str, Key]:
 
 def expert_ffn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """The router, the experts stacked in their order, and the expert that all tokens share."""
-    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", MAX_EXPERTS)
-    ff, shared_ff = config.integer("moe_intermediate_size"), config.integer("shared_expert_intermediate_size")
+    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", _parts.MAX_EXPERTS)
+    shared_ff = config.integer("shared_expert_intermediate_size")
     source += "mlp."
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
-    suffix = next((s for s in ("", ".weight") if f"{source}experts.gate_up_proj{s}" in names), None)
-    if suffix is None:
-        yield from _single_experts(source, target, n_experts, ff, hidden)
-    else:
-        yield from _fused_experts(source, target, n_experts, ff, hidden, suffix)
+    yield from _parts.experts(config, f"{source}experts.", target, n_experts, names)
     yield place(f"{target}ffn_gate_inp_shexp.weight", f"{source}shared_expert_gate.weight", 1, hidden)
-    for part in ("gate", "up"):
-        yield place(
-            f"{target}ffn_{part}_shexp.weight", f"{source}shared_expert.{part}_proj.weight", shared_ff, hidden
-        )
-    yield place(
-        f"{target}ffn_down_shexp.weight", f"{source}shared_expert.down_proj.weight", hidden, shared_ff
-    )
-
-
-def _single_experts(source: str, target: str, n_experts: int, ff: int, hidden: int) -> Iterator[Placement]:
-    for part, shape in {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}.items():
-        sources = tuple(Source(f"{source}experts.{e}.{part}_proj.weight", shape) for e in range(n_experts))
-        yield Placement(f"{target}ffn_{part}_exps.weight", (n_experts, *shape), sources)
-
-
-def _fused_experts(
-    source: str, target: str, n_experts: int, ff: int, hidden: int, suffix: str
-) -> Iterator[Placement]:
-    both = (n_experts, 2 * ff, hidden)
-    for half, part in enumerate(("gate", "up")):
-        rows = tuple(range((2 * e + half) * ff, (2 * e + half + 1) * ff) for e in range(n_experts))
-        name = f"{target}ffn_{part}_exps.weight"
-        yield place(
-            name, f"{source}experts.gate_up_proj{suffix}", n_experts, ff, hidden, rows=rows, source_shape=both
-        )
-    yield place(f"{target}ffn_down_exps.weight", f"{source}experts.down_proj{suffix}", n_experts, hidden, ff)
+    yield from _parts.dense_ffn(config, f"{source}shared_expert.", target, shared_ff, "_shexp")
 
 
 def layout(config: Config, names: Collection[str]) -> Layout:

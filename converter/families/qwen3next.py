@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.families import Layout, Placement, place, qwen35, qwen35moe
+from llama_sidecar.converter.families import Layout, Placement, Vocabulary, place, qwen35, qwen35moe
 
 ARCH = "qwen3next"
 CLASSES = ("Qwen3NextForCausalLM",)
 DROPPED = qwen35.DROPPED
+PREFIX = qwen35.PREFIX
+VOCABULARY = Vocabulary("qwen2")
 canonical = qwen35.canonical
 
 

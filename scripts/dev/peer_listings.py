@@ -4,7 +4,8 @@
 
 PEER_CONVERT is a command `PEER_CONVERT CHECKPOINT OUT --pre NAME [converter's options]` that runs convert_hf_to_gguf.py
 with its pre-tokenizer table replaced by NAME (a self-made vocabulary is in no table). Each listing holds names, shapes,
-types and hashes of the tensors and all keys of both files, for one variant of one family and one type.
+types and hashes of the tensors and all keys of both files, for one variant of one family and one type. Where the converter
+drops a family's head, its main file is made without a switch, and the sidecar's listing is null.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import VARIANTS, listing, make_checkpoint  # noqa: E402
+
+from llama_sidecar.converter.families import families  # noqa: E402
 
 TYPES = ("F32", "BF16", "Q8_0")
 SWITCHES = {"main": "--no-mtp", "sidecar": "--mtp"}
@@ -40,13 +43,20 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
 
 def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out: Path) -> None:
     checkpoint = make_checkpoint(folder, arch, variant)
-    pre = "qwen2" if arch == "qwen3next" else "qwen35"
+    pre = families()[arch].VOCABULARY.pre
     for kind in TYPES:
         found = {}
         for role, switch in SWITCHES.items():
             target = folder / f"{role}-{kind}.gguf"
-            call = [peer_convert, checkpoint, target, "--pre", pre, switch, "--outtype", kind.lower()]
-            subprocess.run(call, check=True, capture_output=True)
+            call = [peer_convert, checkpoint, target, "--pre", pre, "--outtype", kind.lower()]
+            run = subprocess.run([*call, switch], capture_output=True, text=True)
+            if "not supported for" in run.stderr and role == "main":
+                run = subprocess.run(call, capture_output=True, text=True)
+            elif "not supported for" in run.stderr:
+                found[role] = None
+                continue
+            if run.returncode:
+                raise click.ClickException(f"{' '.join(map(str, run.args))}:\n{run.stderr}")
             found[role] = listing(target)
         path = out / f"{arch}-{variant}-{kind}.json"
         path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")

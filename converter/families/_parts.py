@@ -1,0 +1,264 @@
+"""Parts that several families' checkpoints are made of: embeddings, feed-forward parts, experts, latent attention, heads.
+
+Each yields placements from the Hugging Face names that most families use to GGUF's. Knows configuration values and
+names; which part stands where is a family's own business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+
+from llama_sidecar.converter.config import Config, Key, checked_number
+from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
+from llama_sidecar.converter.families import Layout, Placement, Source, Transform, place
+from llama_sidecar.sidecars.kind import MAX_BLOCKS
+
+MAX_EXPERTS = 1024  # llama.cpp's limit
+MAX_HEADS = 1024  # more than any model has: a larger number is a damaged configuration
+
+SIGMOID = 2  # llama.cpp's expert_gating_func
+NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
+GLM_ROLES = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+
+
+def without_model(name: str) -> str:
+    """The name without `model.`: `layers.0...`, `embed_tokens...`, `lm_head...`."""
+    return name.removeprefix("model.")
+
+
+# How many blocks there are.
+
+
+def n_layers_of(config: Config) -> int:
+    return config.integer("num_hidden_layers", MAX_BLOCKS)
+
+
+def n_indices(names: Collection[str], prefix: str) -> int:
+    """How many blocks `PREFIXlayers.I.` the names speak of; at least one if any name has the prefix.
+
+    An index that no model has counts for nothing: its tensors find no place.
+    """
+    found = {name.removeprefix(f"{prefix}layers.").split(".")[0] for name in names if name.startswith(prefix)}
+    return max((int(index) + 1 if re.fullmatch("[0-9]{1,3}", index) else 1 for index in found), default=0)
+
+
+def n_appended(config: Config, names: Collection[str]) -> int:
+    """How many blocks follow the trunk's, `layers.N.` on: the head's."""
+    n_blocks = n_indices([name for name in names if name.startswith("layers.")], "")
+    return max(0, n_blocks - n_layers_of(config))
+
+
+def one_block(n_head_layers: int, names: str) -> int:
+    """The number of the head's blocks; raises UnsupportedModel for more than the one that llama.cpp runs."""
+    if n_head_layers > 1:
+        raise UnsupportedModel(
+            f"the head has {n_head_layers} blocks ({names}); llama.cpp drafts with exactly one here"
+        )
+    return n_head_layers
+
+
+def appended_names(config: Config) -> str:
+    return f"model.layers.{n_layers_of(config)}.*"
+
+
+# What is said.
+
+
+def warnings(
+    config: Config, names: Collection[str], n_head_layers: int, key: str, head_names: str
+) -> Iterator[str]:
+    """What a user should know where config.json, under `key` for the head, and the tensors disagree."""
+    said = config.get(key)
+    if said and not n_head_layers:
+        yield f"config.json says {key} = {said}, but no tensor is called {head_names}: there is no head to write"
+    elif said is not None and said != n_head_layers:
+        yield f"config.json says {key} = {said}, the tensors hold {n_head_layers}; the tensors decide"
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        yield "config.json has rope_scaling beside rope_parameters: rope_parameters is used"
+    has_output, tied = "lm_head.weight" in names, config.get("tie_word_embeddings")
+    if tied is False and not has_output:
+        yield "config.json says the output is not tied, but there is no lm_head.weight: the embeddings serve as output"
+    if tied is True and has_output:
+        yield "config.json says the output is tied, but there is an lm_head.weight: it is used"
+
+
+# Tensors of both files.
+
+
+def shared(config: Config, names: Collection[str], norm: Transform | None = None) -> list[Placement]:
+    """The embeddings, the last norm, and the output unless it is tied to the embeddings."""
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    placements = [
+        place("token_embd.weight", "embed_tokens.weight", vocabulary, hidden),
+        place("output_norm.weight", "norm.weight", hidden, transform=norm),
+    ]
+    if "lm_head.weight" in names:
+        placements.append(place("output.weight", "lm_head.weight", vocabulary, hidden))
+    return placements
+
+
+# Feed-forward parts.
+
+
+def dense_ffn(config: Config, source: str, target: str, ff: int, suffix: str = "") -> Iterator[Placement]:
+    """A gated feed-forward part of `ff` inner values; `suffix` is `_shexp` for the expert that all tokens share."""
+    hidden = config.integer("hidden_size")
+    yield place(f"{target}ffn_gate{suffix}.weight", f"{source}gate_proj.weight", ff, hidden)
+    yield place(f"{target}ffn_up{suffix}.weight", f"{source}up_proj.weight", ff, hidden)
+    yield place(f"{target}ffn_down{suffix}.weight", f"{source}down_proj.weight", hidden, ff)
+
+
+def experts(
+    config: Config, source: str, target: str, n_experts: int, names: Collection[str]
+) -> Iterator[Placement]:
+    """The experts stacked in their order; they come one by one, or fused with the gate's rows first."""
+    hidden, ff = config.integer("hidden_size"), config.integer("moe_intermediate_size")
+    suffix = next((s for s in ("", ".weight") if f"{source}gate_up_proj{s}" in names), None)
+    if suffix is None:
+        for part, shape in {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}.items():
+            yield stacked(
+                f"{target}ffn_{part}_exps.weight", f"{source}{{}}.{part}_proj.weight", n_experts, shape
+            )
+        return
+    both = (n_experts, 2 * ff, hidden)
+    for half, part in enumerate(("gate", "up")):
+        rows = tuple(range((2 * e + half) * ff, (2 * e + half + 1) * ff) for e in range(n_experts))
+        name = f"{target}ffn_{part}_exps.weight"
+        yield place(
+            name, f"{source}gate_up_proj{suffix}", n_experts, ff, hidden, rows=rows, source_shape=both
+        )
+    yield place(f"{target}ffn_down_exps.weight", f"{source}down_proj{suffix}", n_experts, hidden, ff)
+
+
+def stacked(name: str, source: str, n: int, shape: tuple[int, ...]) -> Placement:
+    """One tensor of `n` sources of one shape, whose names have their number for `{}`."""
+    return Placement(name, (n, *shape), tuple(Source(source.format(i), shape) for i in range(n)))
+
+
+def deepseek_moe(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """DeepSeek's mixture: a router with a bias for the choice alone, experts, and an expert that all tokens share."""
+    hidden, n_experts = config.integer("hidden_size"), config.integer("n_routed_experts", MAX_EXPERTS)
+    yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
+    bias = f"{source}gate.e_score_correction_bias"
+    yield place(f"{target}exp_probs_b.bias", bias, n_experts)
+    yield from experts(config, f"{source}experts.", target, n_experts, names)
+    ff = config.integer("n_shared_experts", MAX_EXPERTS) * config.integer("moe_intermediate_size")
+    yield from dense_ffn(config, f"{source}shared_experts.", target, ff, "_shexp")
+
+
+def is_dense(config: Config, i: int) -> bool:
+    """Whether block `i` comes before the mixtures begin."""
+    return i < n_dense(config)
+
+
+def n_dense(config: Config) -> int:
+    value = config.get("first_k_dense_replace", 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadConfig(f"config.json has first_k_dense_replace = {value!r}; expected an integer from 0 on")
+    return value
+
+
+def deepseek_moe_keys(config: Config) -> dict[str, Key]:
+    """The keys of DeepSeek's mixture, without the architecture's prefix."""
+    n_experts = config.integer("n_routed_experts", MAX_EXPERTS)
+    keys: dict[str, Key] = {
+        "leading_dense_block_count": n_dense(config),
+        "expert_count": n_experts,
+        "expert_used_count": config.integer("num_experts_per_tok", n_experts),
+        "expert_feed_forward_length": config.integer("moe_intermediate_size"),
+        "expert_shared_count": config.integer("n_shared_experts", MAX_EXPERTS),
+        "expert_gating_func": SIGMOID,
+    }
+    if config.get("routed_scaling_factor") is not None:
+        keys["expert_weights_scale"] = config.number("routed_scaling_factor")
+    if config.get("norm_topk_prob"):
+        keys["expert_weights_norm"] = True
+    for name, key in {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}.items():
+        if config.get(name) is not None:
+            keys[key] = config.integer(name, n_experts)
+    return keys
+
+
+# Multi-head latent attention.
+
+
+def latent_keys(config: Config) -> dict[str, Key]:
+    """The keys of multi-head latent attention, which llama.cpp runs as one wide key-value head."""
+    latent, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+    keys: dict[str, Key] = {
+        "vocab_size": config.integer("vocab_size"),
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rope,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config.integer("qk_nope_head_dim") + rope,
+        "attention.value_length_mla": config.integer("v_head_dim"),
+        "rope.dimension_count": rope,
+    }
+    if config.get("q_lora_rank") is not None:
+        keys["attention.q_lora_rank"] = config.integer("q_lora_rank")
+    scale = config.rope.get("mscale_all_dim")
+    if scale is not None:  # llama.cpp divides by the 0.1 again
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * checked_number("mscale_all_dim", scale)
+    return keys
+
+
+def latent_attention(config: Config, source: str, target: str) -> Iterator[Placement]:
+    """Multi-head latent attention; the projection back from the latent is split per head, the keys' half transposed."""
+    hidden, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads", MAX_HEADS)
+    latent, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+    nope, head_v = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
+    n_q = n_heads * (nope + rope)
+    if config.get("q_lora_rank") is None:
+        yield place(f"{target}attn_q.weight", f"{source}q_proj.weight", n_q, hidden)
+    else:
+        rank = config.integer("q_lora_rank")
+        yield place(f"{target}attn_q_a.weight", f"{source}q_a_proj.weight", rank, hidden)
+        yield place(f"{target}attn_q_a_norm.weight", f"{source}q_a_layernorm.weight", rank)
+        yield place(f"{target}attn_q_b.weight", f"{source}q_b_proj.weight", n_q, rank)
+    yield place(f"{target}attn_kv_a_mqa.weight", f"{source}kv_a_proj_with_mqa.weight", latent + rope, hidden)
+    yield place(f"{target}attn_kv_a_norm.weight", f"{source}kv_a_layernorm.weight", latent)
+    joined, per_head = f"{source}kv_b_proj.weight", nope + head_v
+    stack = (n_heads * per_head, latent)
+    keys = tuple(range(h * per_head, h * per_head + nope) for h in range(n_heads))
+    values = tuple(range(h * per_head + nope, (h + 1) * per_head) for h in range(n_heads))
+    yield place(
+        f"{target}attn_k_b.weight", joined, n_heads, latent, nope,
+        rows=keys, source_shape=stack, transposed=True,
+    )  # fmt: skip
+    yield place(f"{target}attn_v_b.weight", joined, n_heads, head_v, latent, rows=values, source_shape=stack)
+    yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_heads * head_v)
+
+
+# Heads.
+
+
+def nextn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """What a head has beside its block, as DeepSeek-V3 spells it; its own embeddings and output where it has them."""
+    hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
+    yield place(f"{target}nextn.eh_proj.weight", f"{source}eh_proj.weight", hidden, 2 * hidden)
+    yield place(f"{target}nextn.enorm.weight", f"{source}enorm.weight", hidden)
+    yield place(f"{target}nextn.hnorm.weight", f"{source}hnorm.weight", hidden)
+    yield place(f"{target}nextn.shared_head_norm.weight", f"{source}shared_head.norm.weight", hidden)
+    own = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "shared_head_head"}
+    for name, part in own.items():
+        if f"{source}{name}" in names:
+            yield place(f"{target}nextn.{part}.weight", f"{source}{name}", vocabulary, hidden)
+
+
+Block = Callable[[int, str, str], Iterator[Placement]]  # (number, source prefix, target prefix)
+
+
+def appended_layout(
+    config: Config, names: Collection[str], block: Block, *, key: str = "num_nextn_predict_layers"
+) -> Layout:
+    """The layout of a family whose one head block follows the trunk's as `layers.N.`, with `nextn` beside it."""
+    n_layers, head_names = n_layers_of(config), appended_names(config)
+    n_head_layers = one_block(n_appended(config, names), head_names)
+    trunk = [p for i in range(n_layers) for p in block(i, f"layers.{i}.", f"blk.{i}.")]
+    head = []
+    for i in range(n_layers, n_layers + n_head_layers):
+        head += [*block(i, f"layers.{i}.", f"blk.{i}."), *nextn(config, f"layers.{i}.", f"blk.{i}.", names)]
+    said = list(warnings(config, names, n_head_layers, key, head_names))
+    return Layout(shared(config, names), trunk, head, n_head_layers, said, head_names)
