@@ -45,11 +45,15 @@ class TensorMismatch(ConversionError):
 
 
 class NoHead(ConversionError):
-    """A sidecar was asked for, and the checkpoint holds no draft head."""
+    """A sidecar was asked for, and the checkpoint or main file holds no draft head."""
 
 
 class UnknownType(ConversionError):
     """The type asked for is not one the converter writes."""
+
+
+class BadImatrix(ConversionError):
+    """The importance matrix cannot be read, is another model's, or would change nothing."""
 
 
 class MissingDependency(ConversionError):
@@ -66,3 +70,30 @@ class NotEnoughSpace(ConversionError):
 
 class OutputFailed(ConversionError):
     """A file cannot be written, or does not read back as it was planned."""
+
+
+# GGUF files made from GGUF files.
+
+
+class CannotMerge(ConversionError):
+    """The head cannot be put into the main file: there is one inside, or this one is a model of its own."""
+
+
+class CannotGraft(ConversionError):
+    """The head cannot be grafted onto the main file, or belongs to it already."""
+
+
+class CannotDequantize(ConversionError):
+    """A tensor has a type whose values libggml cannot read."""
+
+
+class OutOfRange(ConversionError):
+    """A tensor has values that the type asked for cannot hold."""
+
+
+class NothingToDo(ConversionError):
+    """The file would be the same as the one given."""
+
+
+class InputGiven(ConversionError):
+    """A file that would be written is one of those that are read."""

@@ -41,7 +41,7 @@ class Tensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def type(self) -> gguf.GGMLQuantizationType: ...
+    def type(self) -> gguf.GGMLQuantizationType | int: ...
     @property
     def n_rows(self) -> int: ...
     @property
@@ -53,12 +53,23 @@ class Tensor(Protocol):
     def rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]: ...
 
 
+class Header(Protocol):
+    """What the writer asks of a header, in this order: a `gguf.GGUFWriter` that knows its keys and tensors has it."""
+
+    def write_header_to_file(self, path: Path) -> None: ...
+    def write_kv_data_to_file(self) -> None: ...
+    def write_ti_data_to_file(self) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def data_alignment(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file to be: where, its keys (in a writer that also knows the tensors), and its tensors in the same order."""
+    """A file to be: where, its header (which also knows the tensors), and its tensors in the same order."""
 
     path: Path
-    header: gguf.GGUFWriter
+    header: Header
     tensors: Sequence[Tensor]
 
 

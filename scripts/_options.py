@@ -252,7 +252,11 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
         note(
             "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"
         )
-    if model.speculation.path and model.speculation.match in ("unverified", "forced"):
+    if model.speculation.path and model.speculation.match in (
+        "same family, unverified",
+        "unverified",
+        "forced",
+    ):
         sidecar = model.speculation.path.name
         note(
             f"nothing proves that {sidecar} was made for {main.name} ({model.speculation.match}); the text is right all the same"

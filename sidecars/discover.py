@@ -24,7 +24,7 @@ from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, open_main, open_si
 AUTO, NONE = "auto", "none"
 
 _KIND_WORD = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(KINDS)})(?![a-z0-9])", re.IGNORECASE)
-_TYPE_WORD = re.compile(
+TYPE_WORD = re.compile(
     r"[-._](?:ud[-_])?(?:i?q\d\w*|tq\d\w*|mxfp\d\w*|nvfp\d\w*|b?f16|f32)(?=[-._]|$)", re.IGNORECASE
 )
 
@@ -195,7 +195,7 @@ def base_name(path: Path) -> str:
     ('name', 'name')
     """
     shard = shard_name(path)
-    stem = _TYPE_WORD.sub("", _KIND_WORD.sub("", shard[0] if shard else path.stem))
+    stem = TYPE_WORD.sub("", _KIND_WORD.sub("", shard[0] if shard else path.stem))
     return stem.strip("-._ ").lower()
 
 

@@ -6,9 +6,11 @@ Knows ggml's tensor types and their sizes; of keys it knows only that most start
 from __future__ import annotations
 
 import re
+import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -27,6 +29,7 @@ BLOCK_SIZES: dict[int, tuple[int, int]] = {
 }
 _TYPE_NAMES: dict[int, str] = {**{int(t): t.name for t in GGMLQuantizationType}, 41: "Q1_0", 42: "Q2_0"}
 _ARCH = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_U64 = struct.Struct("<Q")
 _T = TypeVar("_T")
 
 
@@ -64,6 +67,17 @@ class StringArray(Sequence[str]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} strings>"
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> StringArray:
+        """Make one from strings."""
+        parts = [_U64.pack(len(text)) + text for text in (t.encode("utf-8") for t in texts)]
+        return cls(b"".join(parts), array("Q", accumulate(map(len, parts))))
+
+    @property
+    def data(self) -> bytes:
+        """The array as it lies in a file: of each string its length (8 bytes), then its bytes."""
+        return self._data
 
     def raw(self, i: int) -> bytes:
         """Return string `i` as the file's bytes; raises IndexError."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 ARCHITECTURE = "general.architecture"
 NAME = "general.name"
+SIZE_LABEL = "general.size_label"
+FILE_TYPE = "general.file_type"
 ALIGNMENT = "general.alignment"
 
 BLOCK_COUNT = "{arch}.block_count"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.compact import Compact
 from llama_sidecar.sidecars.errors import PairMismatch
 from llama_sidecar.sidecars.sidecar import MainFile, Sidecar
 
 VERIFIED = "verified"
 SAME_TRUNK = "same trunk, unverified"
+SAME_FAMILY = "same family, unverified"
 UNVERIFIED = "unverified"
 FORCED = "forced"
-STATUSES = (VERIFIED, SAME_TRUNK, UNVERIFIED, FORCED)  # the surest first
+STATUSES = (VERIFIED, SAME_TRUNK, SAME_FAMILY, UNVERIFIED, FORCED)  # the surest first
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ def _compare_fingerprints(main: MainFile, sidecar: Sidecar | Compact) -> Match:
     if main.trunk is None or sidecar.trunk is None:
         which = "main model" if main.trunk is None else "sidecar"
         return Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")
+    if keys.GRAFT_TRUNK in sidecar.header.keys:
+        return Match(
+            SAME_FAMILY, "the head was grafted onto this main model and trained with another of its family"
+        )
     if main.rows is None or sidecar.rows is None:
         return Match(
             SAME_TRUNK, "tokens and norms of the trunk are the same; its matrices could not be compared"
