@@ -123,12 +123,7 @@ def try_out(
     """
     if Type(type) not in types():
         raise ValueError(f"{Type(type).name} has no small-batch kernels here: {problem() or 'not that type'}")
-    times = [
-        tuple(
-            _native.smallbatch_trial(
-                int(type), *TRIAL_SHAPE, n_bytes or TRIAL_BYTES, list(n_rows), threads, repeats, ours
-            )
-        )
-        for ours in (True, False)
-    ]
-    return Trial(Type(type), tuple(n_rows), *times)
+    ours_s, stock_s = _native.smallbatch_trial(
+        int(type), *TRIAL_SHAPE, n_bytes or TRIAL_BYTES, list(n_rows), threads, repeats
+    )
+    return Trial(Type(type), tuple(n_rows), tuple(ours_s), tuple(stock_s))

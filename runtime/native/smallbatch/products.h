@@ -26,6 +26,7 @@
 #include "sets.h"
 
 #define SMALLBATCH_INLINE inline __attribute__((always_inline))
+#define SMALLBATCH_LAMBDA __attribute__((always_inline))
 
 namespace sidecar::smallbatch {
 namespace {
@@ -322,37 +323,67 @@ struct Q6_K {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums over the lanes of R rows, row r to out[r * stride]. Taken alone or four at a time, each is the same tree of additions.
+// Outputs, several at a time
 
-template <class I, int R, class Row, class Four>
-SMALLBATCH_INLINE void store_each(Row row, Four four, float * out, size_t stride) {
-    if constexpr (R == 1) {
-        *out = row();
+// How many outputs of R rows are computed at once: as many streams of weights as leave their sums in registers. Memory
+// answers several streams faster than one, and the rows of x are then loaded once for all of them.
+template <class I, int n_sums>
+constexpr int n_streams() {
+    return 4 * n_sums <= I::n_sums ? 4 : 2 * n_sums <= I::n_sums ? 2 : 1;
+}
+
+// Calls compute(outputs) with N outputs at a time, one of each Nth part of the range, until all of it is done. Where N does
+// not divide the range, its last output is computed again.
+template <int N, class F>
+SMALLBATCH_INLINE void in_streams(const Product & p, F compute) {
+    const size_t per_stream = ceil_div(p.end - p.begin, N);
+    for (size_t i = 0; i < per_stream; ++i) {
+        size_t outputs[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            const size_t output = p.begin + j * per_stream + i;
+            outputs[j] = output < p.end ? output : p.end - 1;
+        }
+        compute(outputs);
+    }
+}
+
+// Stores the sums of N streams of R rows, [j * R + r] of output j in row r: `one(i)` and `four(i, i1, i2, i3)` add up sums i over
+// their lanes. Taken alone or four at a time, each is the same tree of additions.
+template <class I, int R, int N, class One, class Four>
+SMALLBATCH_INLINE void store_each(const Product & p, const size_t (&outputs)[N], One one, Four four) {
+    const auto at = [&](int i) -> float & { return p.out[i % R * p.out_stride + outputs[i / R]]; };
+    if constexpr (N * R == 1) {
+        at(0) = one(0);
     } else {
-#pragma GCC unroll 2
-        for (int r = 0; r < R; r += 4) {
-            const auto at = [=](int i) { return r + i < R ? r + i : r; };
+#pragma GCC unroll 8
+        for (int i = 0; i < N * R; i += 4) {
+            const auto or_first = [=](int j) { return j < N * R ? j : i; };
             float values[4];
-            I::store4(values, four(r, at(1), at(2), at(3)));
-            for (int i = 0; i < 4 && r + i < R; ++i) out[(r + i) * stride] = values[i];
+            I::store4(values, four(i, or_first(i + 1), or_first(i + 2), or_first(i + 3)));
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                if (i + j < N * R) at(i + j) = values[j];
+            }
         }
     }
 }
 
-template <class I, int R>
-SMALLBATCH_INLINE void store_sums(const typename I::floats * x, float * out, size_t stride) {
-    store_each<I, R>([=] { return I::sum(x[0]); },
-                     [=](int a, int b, int c, int d) { return I::sum_each(x[a], x[b], x[c], x[d]); }, out, stride);
+template <class I, int R, int N>
+SMALLBATCH_INLINE void store_sums(const Product & p, const size_t (&outputs)[N], const typename I::floats * x) {
+    store_each<I, R, N>(
+        p, outputs, [=](int i) { return I::sum(x[i]); },
+        [=](int a, int b, int c, int d) { return I::sum_each(x[a], x[b], x[c], x[d]); });
 }
 
-template <class I, int R>
-SMALLBATCH_INLINE void store_differences(const typename I::floats * x, const typename I::floats8 * y, float * out,
-                                         size_t stride) {
-    store_each<I, R>([=] { return I::sum(x[0]) - I::sum8(y[0]); },
-                     [=](int a, int b, int c, int d) {
-                         return I::subtract4(I::sum_each(x[a], x[b], x[c], x[d]), I::sum_each8(y[a], y[b], y[c], y[d]));
-                     },
-                     out, stride);
+template <class I, int R, int N>
+SMALLBATCH_INLINE void store_differences(const Product & p, const size_t (&outputs)[N], const typename I::floats * x,
+                                         const typename I::floats8 * y) {
+    store_each<I, R, N>(
+        p, outputs, [=](int i) { return I::sum(x[i]) - I::sum8(y[i]); },
+        [=](int a, int b, int c, int d) {
+            return I::subtract4(I::sum_each(x[a], x[b], x[c], x[d]), I::sum_each8(y[a], y[b], y[c], y[d]));
+        });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -363,23 +394,19 @@ struct QuantisedProduct {
     using Unit = typename W::template Unit<I>;
     static constexpr size_t block_bytes = block_of(W::type).n_bytes, block_values = block_of(W::type).n_values;
     static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Quantised<I>::vector_bytes;
+    static constexpr int N = n_streams<I, W::has_minima ? 2 * R : R>();
 
-    struct Sums {
-        typename I::floats products[R];
-        typename I::floats8 minima[W::has_minima ? R : 1];
-    };
-
-    // Adds one unit of weights to every row's sums; `x` and `x_sums` are where the first row's values for it begin.
+    // Adds one unit of weights to the sums of R rows; `x` and `x_sums` are where the first row's values for it begin.
     static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, const float * x_sums, size_t x_bytes,
-                                      Sums & sums) {
+                                      typename I::floats * products, typename I::floats8 * minima) {
         const Unit unit{w};
         if constexpr (W::has_minima) {
-            const auto minima = I::load8(unit.minimum);
+            const auto minimum = I::load8(unit.minimum);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const auto row =
                     reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x_sums) + r * x_bytes);
-                sums.minima[r] = I::multiply_add8(minima, I::load8(row), sums.minima[r]);
+                minima[r] = I::multiply_add8(minimum, I::load8(row), minima[r]);
             }
         }
 #pragma GCC unroll 8
@@ -397,11 +424,10 @@ struct QuantisedProduct {
                     const auto second = dot2(start_16, row + 2 * vector_bytes, pack.v + 2);
                     const auto scaled = I::multiply_add(I::to_floats(second), pack.scale_16,
                                                         I::multiply(I::to_floats(first), pack.scale));
-                    sums.products[r] = I::multiply_add(scaled, scales, sums.products[r]);
+                    products[r] = I::multiply_add(scaled, scales, products[r]);
                 } else {
                     const auto dot = dot2(dot2(start_32, row, pack.v), row + 2 * vector_bytes, pack.v + 2);
-                    sums.products[r] =
-                        I::multiply_add(I::to_floats(dot), I::multiply(pack.scale, scales), sums.products[r]);
+                    products[r] = I::multiply_add(I::to_floats(dot), I::multiply(pack.scale, scales), products[r]);
                 }
             }
         }
@@ -416,29 +442,38 @@ struct QuantisedProduct {
         const size_t n_blocks = p.n_in / block_values;
         const size_t n_units = n_blocks / Unit::n_blocks, n_rest = n_blocks % Unit::n_blocks;
         const size_t sums_offset = Quantised<I>::sums_offset(p.n_in);
-        for (size_t o = p.begin; o < p.end; ++o) {
-            const uint8_t * w = p.weights + o * p.row_bytes;
+        in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
+            const uint8_t * w[N];
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
             const uint8_t * x = p.x;
             const float * x_sums = reinterpret_cast<const float *>(p.x + sums_offset);
-            Sums sums = {};
+            typename I::floats products[N * R] = {};
+            typename I::floats8 minima[W::has_minima ? N * R : 1] = {};
             for (size_t u = 0; u < n_units; ++u) {
-                I::template prefetch<unit_bytes>(w);
-                add(w, x, x_sums, p.x_bytes, sums);
-                w += unit_bytes;
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    I::template prefetch<unit_bytes>(w[j]);
+                    add(w[j], x, x_sums, p.x_bytes, products + j * R, minima + j * R);
+                    w[j] += unit_bytes;
+                }
                 x += Unit::n_packs * Quantised<I>::pack_bytes;
                 x_sums += 8;  // only read for types whose unit is a super-block
             }
             if (n_rest != 0) {  // zeros stand for the blocks that are not there: the row's scales are 0 there
-                uint8_t rest[unit_bytes] = {};
-                memcpy(rest, w, n_rest * block_bytes);
-                add(rest, x, x_sums, p.x_bytes, sums);
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    uint8_t rest[unit_bytes] = {};
+                    memcpy(rest, w[j], n_rest * block_bytes);
+                    add(rest, x, x_sums, p.x_bytes, products + j * R, minima + j * R);
+                }
             }
             if constexpr (W::has_minima) {
-                store_differences<I, R>(sums.products, sums.minima, p.out + o, p.out_stride);
+                store_differences<I, R>(p, outputs, products, minima);
             } else {
-                store_sums<I, R>(sums.products, p.out + o, p.out_stride);
+                store_sums<I, R>(p, outputs, products);
             }
-        }
+        });
     }
 };
 
@@ -467,47 +502,53 @@ struct BF16 {
     }
 };
 
-// Two sums per row, so that a row of weights already in the cache does not wait for the adder.
+// Two sums per row and output, so that weights already in the cache do not wait for the adder.
 template <class I, class W, int R>
 struct DenseProduct {
     static constexpr size_t value_bytes = block_of(W::type).n_bytes;
     static constexpr size_t step = Floats<I>::step;
+    static constexpr int N = n_streams<I, 2 * R>();
 
-    struct Sums {
-        typename I::floats even[R], odd[R];
-    };
-
-    static SMALLBATCH_INLINE void add(const uint8_t * w, const float * x, size_t x_bytes, Sums & sums) {
+    static SMALLBATCH_INLINE void add(const uint8_t * w, const float * x, size_t x_bytes, typename I::floats * evens,
+                                      typename I::floats * odds) {
         const auto even = W::template load<I>(w), odd = W::template load<I>(w + I::lanes * value_bytes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const auto row = reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x) + r * x_bytes);
-            sums.even[r] = I::multiply_add(even, I::load(row), sums.even[r]);
-            sums.odd[r] = I::multiply_add(odd, I::load(row + I::lanes), sums.odd[r]);
+            evens[r] = I::multiply_add(even, I::load(row), evens[r]);
+            odds[r] = I::multiply_add(odd, I::load(row + I::lanes), odds[r]);
         }
     }
 
     static void multiply(const Product & p) {
         const size_t n_steps = p.n_in / step, n_rest = p.n_in % step;
-        for (size_t o = p.begin; o < p.end; ++o) {
-            const uint8_t * w = p.weights + o * p.row_bytes;
+        in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
+            const uint8_t * w[N];
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
             const float * x = reinterpret_cast<const float *>(p.x);
-            Sums sums = {};
+            typename I::floats evens[N * R] = {}, odds[N * R] = {};
             for (size_t i = 0; i < n_steps; ++i) {
-                I::template prefetch<step * value_bytes>(w);
-                add(w, x, p.x_bytes, sums);
-                w += step * value_bytes;
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    I::template prefetch<step * value_bytes>(w[j]);
+                    add(w[j], x, p.x_bytes, evens + j * R, odds + j * R);
+                    w[j] += step * value_bytes;
+                }
                 x += step;
             }
             if (n_rest != 0) {
-                uint8_t rest[step * value_bytes] = {};
-                memcpy(rest, w, n_rest * value_bytes);
-                add(rest, x, p.x_bytes, sums);
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    uint8_t rest[step * value_bytes] = {};
+                    memcpy(rest, w[j], n_rest * value_bytes);
+                    add(rest, x, p.x_bytes, evens + j * R, odds + j * R);
+                }
             }
-            typename I::floats totals[R];
-            for (int r = 0; r < R; ++r) totals[r] = I::add(sums.even[r], sums.odd[r]);
-            store_sums<I, R>(totals, p.out + o, p.out_stride);
-        }
+#pragma GCC unroll 16
+            for (int i = 0; i < N * R; ++i) evens[i] = I::add(evens[i], odds[i]);
+            store_sums<I, R>(p, outputs, evens);
+        });
     }
 };
 

@@ -1,7 +1,5 @@
 // AVX512-BF16: BF16 weights times rows rounded to BF16, two products a lane and instruction. Nothing but BF16 weights.
-#include <immintrin.h>
-
-#include "products.h"
+#include "vectors_512.h"
 
 namespace sidecar::smallbatch {
 namespace {
@@ -23,48 +21,49 @@ struct Rounded {
 
 template <int R>
 struct Bf16Product {
-    struct Sums {
-        __m512 even[R], odd[R];
-    };
+    static constexpr int N = n_streams<Vectors512, 2 * R>();
 
     static SMALLBATCH_INLINE __m512bh load(const uint8_t * p) { return __m512bh(_mm512_loadu_si512(p)); }
 
-    static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, size_t x_bytes, Sums & sums) {
+    static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, size_t x_bytes, __m512 * evens,
+                                      __m512 * odds) {
         const __m512bh even = load(w), odd = load(w + 64);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            sums.even[r] = _mm512_dpbf16_ps(sums.even[r], load(x + r * x_bytes), even);
-            sums.odd[r] = _mm512_dpbf16_ps(sums.odd[r], load(x + r * x_bytes + 64), odd);
+            evens[r] = _mm512_dpbf16_ps(evens[r], load(x + r * x_bytes), even);
+            odds[r] = _mm512_dpbf16_ps(odds[r], load(x + r * x_bytes + 64), odd);
         }
     }
 
     static void multiply(const Product & p) {
         const size_t n_steps = p.n_in / step, n_rest = p.n_in % step;
-        for (size_t o = p.begin; o < p.end; ++o) {
-            const uint8_t * w = p.weights + o * p.row_bytes;
+        in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
+            const uint8_t * w[N];
+#pragma GCC unroll 4
+            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
             const uint8_t * x = p.x;
-            Sums sums = {};
+            __m512 evens[N * R] = {}, odds[N * R] = {};
             for (size_t i = 0; i < n_steps; ++i) {
-                _mm_prefetch(reinterpret_cast<const char *>(w + 2048), _MM_HINT_T0);
-                _mm_prefetch(reinterpret_cast<const char *>(w + 2048 + 64), _MM_HINT_T0);
-                add(w, x, p.x_bytes, sums);
-                w += 2 * step;
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    Vectors512::prefetch<2 * step>(w[j]);
+                    add(w[j], x, p.x_bytes, evens + j * R, odds + j * R);
+                    w[j] += 2 * step;
+                }
                 x += 2 * step;
             }
             if (n_rest != 0) {
-                uint8_t rest[2 * step] = {};
-                memcpy(rest, w, 2 * n_rest);
-                add(rest, x, p.x_bytes, sums);
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) {
+                    uint8_t rest[2 * step] = {};
+                    memcpy(rest, w[j], 2 * n_rest);
+                    add(rest, x, p.x_bytes, evens + j * R, odds + j * R);
+                }
             }
-            for (int r = 0; r < R; ++r) p.out[r * p.out_stride + o] = sum(_mm512_add_ps(sums.even[r], sums.odd[r]));
-        }
-    }
-
-    static SMALLBATCH_INLINE float sum(__m512 x) {
-        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-        const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-        const __m128 eighth = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
-        return _mm_cvtss_f32(_mm_add_ss(eighth, _mm_movehdup_ps(eighth)));
+#pragma GCC unroll 16
+            for (int i = 0; i < N * R; ++i) evens[i] = _mm512_add_ps(evens[i], odds[i]);
+            store_sums<Vectors512, R>(p, outputs, evens);
+        });
     }
 };
 

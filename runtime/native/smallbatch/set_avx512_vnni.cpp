@@ -1,72 +1,11 @@
-// AVX512 with VNNI: eight blocks at a time.
-#include <immintrin.h>
-
-#include "products.h"
+// AVX512-VNNI: sums of four products of unsigned and signed bytes.
+#include "vectors_512.h"
 
 namespace sidecar::smallbatch {
 namespace {
 
-struct Avx512Vnni {
-    static constexpr int lanes = 16, group = 4;
+struct Avx512Vnni : Vectors512 {
     static constexpr uint8_t x_offset = 128;
-    static constexpr bool one_pass = true;
-
-    using bytes = __m512i;
-    using ints = __m512i;
-    using floats = __m512;
-    using floats8 = __m256;
-
-    template <size_t n_bytes>
-    static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
-        for (size_t i = 0; i < n_bytes; i += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
-    }
-
-    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
-    }
-    template <class F>
-    static SMALLBATCH_INLINE bytes gather(F at) {
-        __m512i result = _mm512_castsi128_si512(load16(at(0)));
-        result = _mm512_inserti32x4(result, load16(at(1)), 1);
-        result = _mm512_inserti32x4(result, load16(at(2)), 2);
-        return _mm512_inserti32x4(result, load16(at(3)), 3);
-    }
-    template <class F>
-    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
-        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(load16(at(0)))),
-                                  _mm256_broadcastsi128_si256(load16(at(2))), 1);
-    }
-    template <class F>
-    static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
-        const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(load32(at(0))), load32(at(1)), 1);
-        const __m512i y = _mm512_inserti64x4(_mm512_castsi256_si512(load32(at(2))), load32(at(3)), 1);
-        first = _mm512_shuffle_i64x2(x, y, _MM_SHUFFLE(2, 0, 2, 0));
-        second = _mm512_shuffle_i64x2(x, y, _MM_SHUFFLE(3, 1, 3, 1));
-    }
-    static SMALLBATCH_INLINE bytes fill16(const uint8_t * p) { return _mm512_broadcast_i32x4(load16(p)); }
-    static SMALLBATCH_INLINE bytes fill8(const uint8_t * p) {
-        return _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
-    }
-    static SMALLBATCH_INLINE bytes interleave_low(bytes x, bytes y) { return _mm512_unpacklo_epi64(x, y); }
-    static SMALLBATCH_INLINE bytes interleave_high(bytes x, bytes y) { return _mm512_unpackhi_epi64(x, y); }
-    static SMALLBATCH_INLINE bytes low_nibbles(bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-    static SMALLBATCH_INLINE bytes high_nibbles(bytes x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-    template <class F>
-    static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
-        const int n0 = n_bits(0), n1 = n_bits(1), n2 = n_bits(2), n3 = n_bits(3);
-        const int n4 = n_bits(4), n5 = n_bits(5), n6 = n_bits(6), n7 = n_bits(7);
-        return _mm512_srlv_epi32(x, _mm512_setr_epi32(n0, n0, n4, n4, n1, n1, n5, n5, n2, n2, n6, n6, n3, n3, n7, n7));
-    }
-    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
-        return _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi8(char(mask))), 4);
-    }
-    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return _mm512_or_si512(x, y); }
-    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return _mm512_sub_epi8(x, _mm512_set1_epi8(n)); }
-    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
-        const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i *>(table));
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), x);
-    }
 
     static SMALLBATCH_INLINE ints offset() { return _mm512_set1_epi8(char(x_offset)); }
     static SMALLBATCH_INLINE ints start(bytes a, bytes b) {
@@ -76,81 +15,6 @@ struct Avx512Vnni {
     static SMALLBATCH_INLINE ints add_ints(ints x, ints y) { return _mm512_add_epi32(x, y); }
     static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
         return _mm512_dpbusd_epi32(sum, _mm512_load_si512(x), w);
-    }
-
-    static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
-    static SMALLBATCH_INLINE floats load(const float * p) { return _mm512_load_ps(p); }
-    static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm512_add_ps(x, y); }
-    static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return _mm512_mul_ps(x, y); }
-    static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return _mm512_fmadd_ps(x, y, sum); }
-    static SMALLBATCH_INLINE float sum(floats x) { return sum8(halved(x)); }
-    // The sums over the lanes of four vectors, added as `sum` adds them.
-    static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) {
-        return sum_each8(halved(a), halved(b), halved(c), halved(d));
-    }
-    static SMALLBATCH_INLINE floats8 halved(floats x) {
-        return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    }
-    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) {
-        const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-        const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
-        const __m256 sums = _mm256_add_ps(_mm256_unpacklo_ps(ab, cd), _mm256_unpackhi_ps(ab, cd));  // a c a c, b d b d
-        const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
-        return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
-    }
-    static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
-    static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
-    static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
-    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) {
-        return _mm256_fmadd_ps(x, y, sum);
-    }
-    static SMALLBATCH_INLINE float sum8(floats8 x) {
-        const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-        const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
-        return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
-    }
-
-    static SMALLBATCH_INLINE uint64_t load_half(const uint8_t * p) {
-        uint16_t value;
-        memcpy(&value, p, sizeof value);
-        return value;
-    }
-    static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(uint16_t(load_half(p))); }
-    template <class F>
-    static SMALLBATCH_INLINE __m128i four_halves(F at, int first) {
-        return _mm_cvtsi64_si128(int64_t(load_half(at(first)) | load_half(at(first + 1)) << 16 |
-                                         load_half(at(first + 2)) << 32 | load_half(at(first + 3)) << 48));
-    }
-    template <class F>
-    static SMALLBATCH_INLINE floats halves(F at) {
-        return spread(_mm256_cvtph_ps(_mm_unpacklo_epi64(four_halves(at, 0), four_halves(at, 4))));
-    }
-    static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm256_loadu_ps(p)); }
-    static SMALLBATCH_INLINE floats spread(__m256 eight) {
-        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7),
-                                     _mm512_castps256_ps512(eight));
-    }
-    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
-        const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
-        _mm256_storeu_ps(scaled,
-                         _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
-    }
-
-    static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
-        const __m512 scaled =
-            _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load16(bytes))));
-        const __m512i order = _mm512_setr_epi32(0, 0, 8, 8, 2, 2, 10, 10, 4, 4, 12, 12, 6, 6, 14, 14);
-        first = _mm512_permutexvar_ps(order, scaled);
-        second = _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(1)), scaled);
-    }
-
-    static SMALLBATCH_INLINE __m256i load32(const uint8_t * p) {
-        return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
-    }
-    static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) { return _mm512_loadu_ps(p); }
-    static SMALLBATCH_INLINE floats load_f16(const uint8_t * p) { return _mm512_cvtph_ps(load32(p)); }
-    static SMALLBATCH_INLINE floats load_bf16(const uint8_t * p) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load32(p)), 16));
     }
 };
 

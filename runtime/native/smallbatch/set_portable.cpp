@@ -8,6 +8,7 @@ struct Portable {
     static constexpr int lanes = 4, group = 1;
     static constexpr uint8_t x_offset = 0;
     static constexpr bool one_pass = false;
+    static constexpr int n_sums = 1;  // kept in registers
 
     struct bytes {
         uint8_t v[16];

@@ -10,35 +10,42 @@ namespace sidecar::smallbatch {
 
 namespace {
 
-constexpr size_t chunk_bytes = 64 * 1024;  // of weights dealt at a time
 constexpr size_t serial_bytes = 32 * 1024;  // less is done before a second thread has woken up
-constexpr size_t line_floats = 16;  // chunks begin at a cache line of the output
+constexpr size_t least_bytes = 64 * 1024;  // of weights dealt at a time
+constexpr size_t line_floats = 16;  // parts begin at a cache line of the output
 
 // What the compiler calls for `#pragma omp parallel`; libgomp's name, which libomp has too.
 using Parallel = void (*)(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
 Parallel parallel = nullptr;
 
-// Parts 0 .. n_parts-1 of a job, each done by whichever thread is free.
-template <typename Part>
+// Parts 0 .. n_parts-1 of a job, dealt to whichever thread is free: many at first, since long runs of weights are read
+// fastest, and `least` at the end, so that all threads end together.
+template <typename Work>
 struct Job {
-    const Part & part;
-    size_t n_parts;
+    const Work & work;
+    size_t n_parts, least, n_shares;
     std::atomic<size_t> next{0};
 
-    static void work(void * data) {
+    static void run(void * data) {
         Job & job = *static_cast<Job *>(data);
-        size_t i;
-        while ((i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_parts) job.part(i);
+        size_t begin = job.next.load(std::memory_order_relaxed);
+        while (begin < job.n_parts) {
+            const size_t n = std::min(std::max((job.n_parts - begin) / job.n_shares, job.least), job.n_parts - begin);
+            if (!job.next.compare_exchange_weak(begin, begin + n, std::memory_order_relaxed)) continue;
+            job.work(begin, begin + n);
+            begin = job.next.load(std::memory_order_relaxed);
+        }
     }
 };
 
-template <typename Part>
-void deal(size_t n_parts, size_t n_bytes, int n_threads, const Part & part) {
-    Job<Part> job{part, n_parts};
+// Calls work(begin, end) until parts 0 .. n_parts-1, of n_bytes in all, are done.
+template <typename Work>
+void deal(size_t n_parts, size_t n_bytes, int n_threads, const Work & work) {
     if (n_threads > 1 && n_parts > 1 && n_bytes > serial_bytes && parallel != nullptr) {
-        parallel(&Job<Part>::work, &job, unsigned(n_threads), 0);
+        Job<Work> job{work, n_parts, 1 + least_bytes * n_parts / n_bytes, 2 * size_t(n_threads)};
+        parallel(&Job<Work>::run, &job, unsigned(n_threads), 0);
     } else {
-        Job<Part>::work(&job);
+        work(0, n_parts);
     }
 }
 
@@ -52,36 +59,44 @@ bool bind_team(void * library) {
 void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared, int n_threads) {
     const size_t n_bytes = kernel.format.n_bytes(source.n_in);
     const size_t n_rows = source.n_rows * source.n_planes;
-    deal(n_rows, n_rows * n_bytes, n_threads, [&](size_t i) {
-        const uint8_t * row = source.x + i / source.n_rows * source.plane_bytes + i % source.n_rows * source.row_bytes;
-        kernel.format.prepare(reinterpret_cast<const float *>(row), source.n_in, prepared + i * n_bytes);
+    deal(n_rows, n_rows * n_bytes, n_threads, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            const uint8_t * row =
+                source.x + i / source.n_rows * source.plane_bytes + i % source.n_rows * source.row_bytes;
+            kernel.format.prepare(reinterpret_cast<const float *>(row), source.n_in, prepared + i * n_bytes);
+        }
     });
 }
 
 void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_threads) {
-    const size_t n_out = products->end, row_bytes = products->row_bytes;
-    const size_t chunk = std::max<size_t>(1, chunk_bytes / row_bytes / line_floats) * line_floats;
-    const size_t n_chunks = (n_out + chunk - 1) / chunk;
-    deal(n_products * n_chunks, n_products * n_out * row_bytes, n_threads, [&](size_t i) {
-        Product part = products[i / n_chunks];
-        part.begin = i % n_chunks * chunk;
-        part.end = std::min(part.begin + chunk, n_out);
-        kernel.multiply[part.n_rows - 1](part);
+    const size_t n_out = products->end, n_parts = (n_out + line_floats - 1) / line_floats;  // of each product
+    deal(n_products * n_parts, n_products * n_out * products->row_bytes, n_threads, [&](size_t begin, size_t end) {
+        while (begin < end) {
+            const size_t i = begin / n_parts, rest = std::min(end, (i + 1) * n_parts) - begin;
+            Product product = products[i];
+            product.begin = begin % n_parts * line_floats;
+            product.end = std::min(product.begin + rest * line_floats, n_out);
+            kernel.multiply[product.n_rows - 1](product);
+            begin += rest;
+        }
     });
 }
 
 uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads) {
     using Words = uint64_t __attribute__((vector_size(16)));
+    constexpr size_t n_streams = 4, line = 64, part = n_streams * line;
     std::atomic<uint64_t> total{0};
-    deal((n_bytes + chunk_bytes - 1) / chunk_bytes, n_bytes, n_threads, [&](size_t i) {
-        const uint8_t * end = bytes + std::min((i + 1) * chunk_bytes, n_bytes);
-        Words sums[4] = {};
-        for (const uint8_t * p = bytes + i * chunk_bytes; p < end; p += 64) {
-            Words line[4];
-            std::memcpy(line, p, sizeof line);
-            for (int j = 0; j < 4; ++j) sums[j] ^= line[j];
+    deal(n_bytes / part, n_bytes, n_threads, [&](size_t begin, size_t end) {
+        Words sum = {};
+        for (size_t i = 0; i < end - begin; ++i) {
+            for (size_t j = 0; j < n_streams; ++j) {
+                const uint8_t * p = bytes + begin * part + (j * (end - begin) + i) * line;
+                __builtin_prefetch(p + 2048);
+                Words words[4];
+                std::memcpy(words, p, sizeof words);
+                sum ^= (words[0] ^ words[1]) ^ (words[2] ^ words[3]);
+            }
         }
-        const Words sum = sums[0] ^ sums[1] ^ sums[2] ^ sums[3];
         total ^= sum[0] ^ sum[1];
     });
     return total;

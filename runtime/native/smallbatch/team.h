@@ -46,12 +46,12 @@ struct RowSource {
 // Prepares all rows for `kernel`: they come to lie one after another in `prepared`.
 void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared, int n_threads);
 
-// All outputs 0 .. end-1 of several products with the same kernel and shape of weights. Outputs are dealt in chunks to
-// whichever thread is free, since cores differ and other programs run; each is computed whole by one thread. Small
-// products stay on the calling thread.
+// All outputs 0 .. end-1 of several products with the same kernel and shape of weights. Outputs are dealt to whichever
+// thread is free, since cores differ and other programs run; each is computed whole by one thread. Small products stay on
+// the calling thread.
 void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_threads);
 
-// Reads n_bytes (a multiple of 64) and does nothing else: as fast as this memory can be read by so many threads.
+// Reads n_bytes (a multiple of 256) and does nothing else: as fast as this memory can be read by so many threads.
 // Returns the exclusive or of all words, so that nothing can be left out.
 uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads);
 

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include "device.h"
 
@@ -23,6 +25,7 @@ using BackendPtr = std::unique_ptr<Backend, Free<Backend, &Library::backend_free
 
 constexpr int64_t n_probe_rows = 512;  // what llama.cpp's loader asks with
 constexpr size_t context_bytes = 1 << 20;
+constexpr size_t most_matrices = 256;
 constexpr uint8_t filling = 0x11;  // a small number in every type
 
 template <typename Pointer>
@@ -54,46 +57,77 @@ void set_n_threads(const Library & lib, Device * device, Backend * backend, int 
     if (set != nullptr) set(backend, n_threads);
 }
 
+// The weights, and for each number of rows a graph of their products, in one backend.
+class Contestant {
+  public:
+    Contestant(const Library & lib, const Trial & trial, const std::vector<int> & n_rows, bool ours) : lib_(lib) {
+        Device * device = ours ? registered_device() : lib.device_by_type(device_cpu);
+        backend_.reset(made(lib.device_init(device, nullptr)));
+        set_n_threads(lib, device, backend_.get(), trial.n_threads);
+        add_weights(trial, ours ? weights_buffer_type() : stock_buffer_type(lib, device, trial));
+        for (int n : n_rows) add_graph(trial.n_in, n);
+    }
+
+    // Seconds of one pass with the i-th number of rows.
+    double pass(size_t i) {
+        const auto start = std::chrono::steady_clock::now();
+        if (lib_.graph_compute(backend_.get(), graphs_[i].graph) != status_success)
+            throw std::runtime_error("ggml failed to compute a trial of products");
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+
+  private:
+    struct Rows {
+        ContextPtr context;
+        BufferPtr buffer;
+        Graph * graph;
+    };
+
+    void add_weights(const Trial & trial, BufferType * type) {
+        context_.reset(made(lib_.init({context_bytes, nullptr, true})));
+        do {
+            weights_.push_back(lib_.new_tensor_2d(context_.get(), trial.type, trial.n_in, trial.n_out));
+        } while (weights_.size() < std::min(trial.n_bytes / lib_.n_bytes(weights_[0]), most_matrices));
+        buffer_.reset(made(lib_.alloc_tensors(context_.get(), type)));
+        lib_.buffer_set_usage(buffer_.get(), usage_weights);
+        const std::vector<uint8_t> bytes(lib_.n_bytes(weights_[0]), filling);
+        for (Tensor * matrix : weights_) lib_.tensor_set(matrix, bytes.data(), 0, bytes.size());
+    }
+
+    void add_graph(int64_t n_in, int n_rows) {
+        ContextPtr context(made(lib_.init({context_bytes, nullptr, true})));
+        Tensor * x = lib_.new_tensor_2d(context.get(), type_f32, n_in, n_rows);
+        Graph * graph = made(lib_.new_graph(context.get()));
+        for (Tensor * matrix : weights_) lib_.build_forward_expand(graph, lib_.mul_mat(context.get(), matrix, x));
+        BufferPtr buffer(made(lib_.alloc_tensors(context.get(), lib_.cpu_buffer_type())));
+        const std::vector<float> ones(size_t(n_in * n_rows), 1.0f);
+        lib_.tensor_set(x, ones.data(), 0, 4 * ones.size());
+        graphs_.push_back({std::move(context), std::move(buffer), graph});
+    }
+
+    const Library & lib_;
+    BackendPtr backend_;
+    ContextPtr context_;
+    BufferPtr buffer_;
+    std::vector<Tensor *> weights_;
+    std::vector<Rows> graphs_;
+};
+
 }  // namespace
 
-std::vector<double> run_trial(const Trial & trial, const std::vector<int> & n_rows, bool ours) {
-    const Library & lib = bound_library();
-    Device * device = ours ? registered_device() : lib.device_by_type(device_cpu);
-    BufferType * weights_type = ours ? weights_buffer_type() : stock_buffer_type(lib, device, trial);
-    const BackendPtr backend(made(lib.device_init(device, nullptr)));
-    set_n_threads(lib, device, backend.get(), trial.n_threads);
-
-    const ContextPtr weights_context(made(lib.init({context_bytes, nullptr, true})));
-    std::vector<Tensor *> weights{lib.new_tensor_2d(weights_context.get(), trial.type, trial.n_in, trial.n_out)};
-    const size_t n_bytes = lib.n_bytes(weights[0]);
-    while (weights.size() < std::min<size_t>(trial.n_bytes / n_bytes, 256)) {
-        weights.push_back(lib.new_tensor_2d(weights_context.get(), trial.type, trial.n_in, trial.n_out));
-    }
-    const BufferPtr weights_buffer(made(lib.alloc_tensors(weights_context.get(), weights_type)));
-    lib.buffer_set_usage(weights_buffer.get(), usage_weights);
-    const std::vector<uint8_t> bytes(n_bytes, filling);
-    for (Tensor * matrix : weights) lib.tensor_set(matrix, bytes.data(), 0, n_bytes);
-
-    std::vector<double> seconds;
-    for (int n : n_rows) {
-        const ContextPtr context(made(lib.init({context_bytes, nullptr, true})));
-        Tensor * x = lib.new_tensor_2d(context.get(), type_f32, trial.n_in, n);
-        Graph * graph = made(lib.new_graph(context.get()));
-        for (Tensor * matrix : weights) lib.build_forward_expand(graph, lib.mul_mat(context.get(), matrix, x));
-        const BufferPtr buffer(made(lib.alloc_tensors(context.get(), lib.cpu_buffer_type())));
-        const std::vector<float> ones(size_t(trial.n_in * n), 1.0f);
-        lib.tensor_set(x, ones.data(), 0, 4 * ones.size());
-        double fastest = 0;
-        for (int i = 0; i <= trial.repeats; ++i) {  // the first pass wakes the threads and does not count
-            const auto start = std::chrono::steady_clock::now();
-            if (lib.graph_compute(backend.get(), graph) != status_success)
-                throw std::runtime_error("ggml failed to compute a trial of products");
-            const double elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-            if (i == 1 || (i > 1 && elapsed < fastest)) fastest = elapsed;
+Times run_trial(const Trial & trial, const std::vector<int> & n_rows) {
+    Contestant ours(bound_library(), trial, n_rows, true), stock(bound_library(), trial, n_rows, false);
+    const std::vector<double> never(n_rows.size(), std::numeric_limits<double>::infinity());
+    Times times{never, never};
+    for (int turn = 0; turn <= trial.repeats; ++turn) {
+        for (size_t i = 0; i < n_rows.size(); ++i) {
+            const double ours_s = ours.pass(i), stock_s = stock.pass(i);
+            if (turn == 0) continue;  // which wakes the threads and brings the weights into memory
+            times.ours[i] = std::min(times.ours[i], ours_s);
+            times.stock[i] = std::min(times.stock[i], stock_s);
         }
-        seconds.push_back(fastest);
     }
-    return seconds;
+    return times;
 }
 
 }  // namespace sidecar::smallbatch

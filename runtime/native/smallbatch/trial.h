@@ -15,9 +15,14 @@ struct Trial {
     int repeats;
 };
 
-// The fastest pass over all matrices, in seconds, for each number of rows. `ours`: by the device; otherwise by the CPU
-// backend, with the weights repacked as llama.cpp would repack them. Needs a registered device; throws
+// Seconds of the fastest pass over all matrices, for each number of rows.
+struct Times {
+    std::vector<double> ours;   // by the device
+    std::vector<double> stock;  // by the CPU backend, with the weights repacked as llama.cpp would repack them
+};
+
+// Passes of both in turns, so that whatever slows the machine slows both. Needs a registered device; throws
 // std::runtime_error where ggml refuses.
-std::vector<double> run_trial(const Trial & trial, const std::vector<int> & n_rows, bool ours);
+Times run_trial(const Trial & trial, const std::vector<int> & n_rows);
 
 }  // namespace sidecar::smallbatch

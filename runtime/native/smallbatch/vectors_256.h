@@ -1,31 +1,19 @@
 // Vector operations of AVX2, FMA and F16C: four blocks at a time. All but the dot product, which the sets add.
 #pragma once
 
-#include <immintrin.h>
-
-#include "products.h"
+#include "vectors_x86.h"
 
 namespace sidecar::smallbatch {
 namespace {
 
-struct Vectors256 {
+struct Vectors256 : VectorsX86 {
     static constexpr int lanes = 8, group = 2;
-    static constexpr bool one_pass = true;
+    static constexpr int n_sums = 8;  // kept in registers
 
     using bytes = __m256i;
     using ints = __m256i;
     using floats = __m256;
-    using floats8 = __m256;
 
-    template <size_t n_bytes>
-    static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
-        for (size_t i = 0; i < n_bytes; i += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
-    }
-
-    static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
-    }
     template <class F>
     static SMALLBATCH_INLINE bytes gather(F at) {
         return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(at(0))), load16(at(1)), 1);
@@ -67,52 +55,17 @@ struct Vectors256 {
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm256_add_ps(x, y); }
     static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return _mm256_mul_ps(x, y); }
     static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return _mm256_fmadd_ps(x, y, sum); }
-    static SMALLBATCH_INLINE float sum(floats x) {
-        const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-        const __m128 quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
-        return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
-    }
-    // The sums over the lanes of four vectors, added as `sum` adds them.
-    static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) {
-        const __m256 ab = add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));  // a: low lane
-        const __m256 cd = add(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
-        const __m256 sums = add(_mm256_unpacklo_ps(ab, cd), _mm256_unpackhi_ps(ab, cd));  // a c a c, b d b d
-        const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
-        return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
-    }
-    static SMALLBATCH_INLINE __m128 sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) {
-        return sum_each(a, b, c, d);
-    }
-    static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
-    static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
-    static SMALLBATCH_INLINE floats8 load8(const float * p) { return _mm256_loadu_ps(p); }
-    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) {
-        return multiply_add(x, y, sum);
-    }
-    static SMALLBATCH_INLINE float sum8(floats8 x) { return sum(x); }
+    static SMALLBATCH_INLINE float sum(floats x) { return sum8(x); }
+    static SMALLBATCH_INLINE __m128 sum_each(floats a, floats b, floats c, floats d) { return sum_each8(a, b, c, d); }
 
-    static SMALLBATCH_INLINE uint64_t load_half(const uint8_t * p) {
-        uint16_t value;
-        memcpy(&value, p, sizeof value);
-        return value;
-    }
-    static SMALLBATCH_INLINE float half(const uint8_t * p) { return _cvtsh_ss(uint16_t(load_half(p))); }
     template <class F>
     static SMALLBATCH_INLINE floats halves(F at) {
-        const uint64_t four =
-            load_half(at(0)) | load_half(at(1)) << 16 | load_half(at(2)) << 32 | load_half(at(3)) << 48;
-        return spread(_mm_cvtph_ps(_mm_cvtsi64_si128(int64_t(four))));
+        return spread(_mm_cvtph_ps(four_halves(at, 0)));
     }
     static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm_loadu_ps(p)); }
     static SMALLBATCH_INLINE floats spread(__m128 four) {
         return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(four), _mm256_setr_epi32(0, 0, 2, 2, 1, 1, 3, 3));
     }
-    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
-        const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
-        _mm256_storeu_ps(scaled,
-                         _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
-    }
-
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
         const __m256i eight = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));
         const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(eight));
