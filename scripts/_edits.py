@@ -44,4 +44,5 @@ def printable_lines(result: EditResult) -> str:
             lines.append(f"{role:8} {path}  ({n_bytes / 1e6:,.1f} MB)")
     if result.match:
         lines.append(f"{'match':8} {result.match}: {result.detail}")
+    lines += [f"{'note':8} {note}" for note in result.notes]
     return "\n".join(printable(line) for line in lines)

@@ -7,8 +7,9 @@ PosixPath('apart/mtp-NAME-Q8_0.gguf')
 
 from __future__ import annotations
 
+from llama_sidecar.converter.edit.graft import graft
 from llama_sidecar.converter.edit.merge import merge
 from llama_sidecar.converter.edit.output import EditResult
 from llama_sidecar.converter.edit.split import split
 
-__all__ = ["EditResult", "merge", "split"]
+__all__ = ["EditResult", "graft", "merge", "split"]

@@ -27,7 +27,8 @@ from llama_sidecar.sidecars.shards import shard_name
 class EditResult:
     """What was written; a path is None, and a size 0, for a file that was not. `match` says how sure it is that the two
 
-    belong together (a status of sidecars/pair.py, None where there is one file alone) and `detail` why; `warnings` are lines.
+    belong together (a status of sidecars/pair.py, None where there is one file alone) and `detail` why; `notes` say what was
+    chosen, `warnings` what to mind.
     """
 
     main: Path | None = None
@@ -36,6 +37,7 @@ class EditResult:
     sidecar_bytes: int = 0
     match: str | None = None
     detail: str | None = None
+    notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

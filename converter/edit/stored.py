@@ -120,6 +120,16 @@ def same_bytes(ours: TensorInfo, theirs: TensorInfo) -> bool:
     return all(np.array_equal(one.rows(a, b), other.rows(a, b)) for a, b in pieces(one))
 
 
+def rounding(info: TensorInfo) -> float:
+    """At most how much of a matrix's length its type may have rounded away, about: a few steps of its bits.
+
+    Of values between a normal and a Student distribution (3 degrees of freedom) ggml's types lose 0.37 to 0.81 of it.
+    """
+    if info.type in FLOATS:
+        return 2.0**-8  # BF16's, the coarsest
+    return float(2.0 ** (2 - 8 * info.n_bytes / info.n_elements))
+
+
 def decode(rows: U8, tensor: Stored) -> F32:
     """Rows as they lie in a file (n_rows, row_bytes) -> float32 (n_rows, n_cols).
 
