@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -22,7 +23,7 @@ from pathlib import Path
 from .errors import CacheError
 
 VARIABLE = "LLAMA_SIDECAR_CACHE"
-MAX_BYTES = 4 << 30  # of all files; the least recently used go first
+MAX_BYTES = 4 << 30  # of all files that are trimmed; the least recently used go first
 MAX_FILES = 256  # of each sort
 LOCK_TIMEOUT_S = 30.0
 SORTS = {  # sub-folder -> pattern of its files
@@ -30,7 +31,9 @@ SORTS = {  # sub-folder -> pattern of its files
     "counts": "*.u32",  # how often a model wrote each token
     "hashes": "*.json",  # content hashes of heads, by file
     "costs": "*.json",  # what rounds cost here, by model and settings
+    "predict": "*-random-*.gguf",  # models of random weights, while a prediction runs or because it was told to keep them
 }
+NOT_TRIMMED = ("predict",)  # as large as it takes: the next prediction removes them, or clear()
 _POLL_S = 0.05
 
 
@@ -64,6 +67,25 @@ def default_root() -> Path:
         raise CacheError(
             f"there is no home folder for a cache ({error}): set {VARIABLE} to a folder"
         ) from error
+
+
+def problem() -> str | None:
+    """Why nothing can be kept in the user's cache folder, in one line; None where it can.
+
+    Example:
+        >>> problem()                                                        # doctest: +SKIP
+        'the cache cannot be used: /home/me/.cache: Permission denied'
+    """
+    try:
+        folder = CacheFolder()
+        for sort in SORTS:
+            folder.prepare(sort)
+            with _refusals():
+                if not os.access(folder.root / sort, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder.root / sort))
+    except CacheError as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager
@@ -150,7 +172,7 @@ class CacheFolder:
     @_refusals()
     def trim(self, keep: Path) -> None:
         """Removes the least recently used files beyond MAX_BYTES and MAX_FILES, but never `keep`."""
-        entries = self.entries()
+        entries = [entry for entry in self.entries() if entry.sort not in NOT_TRIMMED]
         n_bytes = sum(entry.n_bytes for entry in entries)
         n_files = collections.Counter(entry.sort for entry in entries)
         for entry in entries:

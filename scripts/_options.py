@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime import Model, PromptError, cache_folder, load
 from llama_sidecar.runtime.costs import costs_key, recall
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
@@ -247,7 +247,9 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
     if hint := idle_gpu_hint():
         note(hint)
     if model.paced and model.kind and recall(costs_key(model)) is None:
-        note("measuring what drafting costs on this machine, once: a few seconds")
+        problem = cache_folder.problem()
+        often = f"at every run, for {problem}" if problem else "once: a few seconds"
+        note(f"measuring what drafting costs on this machine, {often}")
     if model.learns and not counts_for(model.main).any():
         note(
             "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"

@@ -19,15 +19,21 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a pr
 
 
 @click.group(invoke_without_command=True)
+@JSON
 @click.pass_context
-def command(ctx: click.Context) -> None:
+def command(ctx: click.Context, as_json: bool) -> None:
     """List or clear what runs have kept for the next one.
 
-    There are compact heads, hashes of model files and what drafting costs here, which are made again when they are needed,
-    and how often each model wrote each token (counts, never text). The folder is $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
+    There are compact heads, hashes of model files, what drafting costs here and models that predict was told to keep, which are
+    made again when they are needed, and how often each model wrote each token (counts, never text). The folder is
+    $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
     """
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_command)
+        ctx.invoke(list_command, as_json=as_json)
+    elif as_json:
+        raise click.UsageError(
+            f"--json goes behind {ctx.invoked_subcommand}: cache {ctx.invoked_subcommand} --json"
+        )
 
 
 @command.command("list")
@@ -54,9 +60,8 @@ def list_command(as_json: bool = False) -> None:
     console = tables()
     if entries:
         console.print(table)
-    summary = (
-        f"{len(entries)} files, {_size(_n_bytes(entries))} of at most {_size(MAX_BYTES)}, in {folder.root}"
-    )
+    bound = f"beyond {_size(MAX_BYTES)} the least recently used go"
+    summary = f"{len(entries)} files, {_size(_n_bytes(entries))}, in {folder.root}; {bound}"
     console.print(escape(printable(summary)), soft_wrap=True)
 
 

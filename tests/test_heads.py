@@ -299,6 +299,21 @@ def test_the_least_recently_used_heads_go_first(
     assert files(cache / "heads") == [only.name]  # larger than all that is allowed, but just made
 
 
+def test_what_a_prediction_keeps_is_listed_and_cleared_and_never_trimmed(
+    sidecar: Sidecar, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = cache / "predict" / "Qwen3.5-0.8B-random-Q8_0.gguf"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(bytes(1000))
+    (kept.parent / "mine.gguf").write_text("mine")
+    monkeypatch.setattr(cache_folder, "MAX_BYTES", 1)
+    make(sidecar)
+    assert kept.exists()
+    assert ("predict", kept) in [(entry.sort, entry.path) for entry in CacheFolder().entries()]
+    CacheFolder().clear()
+    assert files(cache / "predict") == ["mine.gguf"]
+
+
 def test_the_number_of_files_is_bounded(
     sidecar: Sidecar, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +335,23 @@ def test_a_folder_that_cannot_be_used_is_one_line(sidecar: Sidecar, main: MainFi
         with pytest.raises(CacheError):
             heads.add_counts(main, [1], cache_dir=folder)
         assert heads.counts_for(main, cache_dir=folder).sum() == 0
+
+
+def test_whether_anything_can_be_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder.problem() is None
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "Permission denied" in str(cache_folder.problem())
+    cache.rename(cache.with_name("other"))
+    cache.write_text("not a folder")
+    assert "the cache cannot be used" in str(cache_folder.problem())
+
+    def no_home() -> Path:
+        raise RuntimeError("no home directory")
+
+    for name in ("LLAMA_SIDECAR_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert "no home folder" in str(cache_folder.problem())
 
 
 def test_a_head_in_a_folder_that_cannot_be_written_is_used(
@@ -403,6 +435,10 @@ def test_the_command_lists_and_clears_what_is_ours_alone(
     ]
     assert listed["n_bytes"] == sum(entry["bytes"] for entry in listed["entries"])
     assert abs(listed["entries"][-1]["used_s"] - time.time()) < 60
+    short = CliRunner().invoke(command, ["--json"])
+    assert json.loads(short.output)["n_bytes"] == listed["n_bytes"]
+    wrong = CliRunner().invoke(command, ["--json", "clear"])
+    assert wrong.exit_code == 2 and "clear --json" in wrong.output
     plain = CliRunner().invoke(command, [])
     assert plain.exit_code == 0 and path.name[:20] in plain.output and "3 files" in plain.output
     cleared = json.loads(CliRunner().invoke(command, ["clear", "--json"]).output)
