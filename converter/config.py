@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_sidecar.converter.errors import BadConfig
 
-Key = int | float | bool | str | list[int] | list[bool] | list[str]
+Key = int | float | bool | str | list[int] | list[bool] | list[str] | list[float]
 
 MAX_INTEGER = 2**31 - 1
 MAX_FLOAT = 3.4028234e38  # of a GGUF's F32 keys
@@ -97,10 +97,11 @@ def checked_number(name: str, value: Any, at_most: float = MAX_FLOAT) -> float:
     return float(value)
 
 
-def shared_keys(config: Config, arch: str, n_blocks: int) -> dict[str, Key]:
+def shared_keys(config: Config, arch: str, n_blocks: int, *, epsilon: str = "rms_norm_eps") -> dict[str, Key]:
     """The GGUF keys that every family writes the same way (facts: llama.cpp's loader and its published files).
 
-    `arch` prefixes the keys and `n_blocks` is the number of blocks the file declares, head included.
+    `arch` prefixes the keys and `n_blocks` is the number of blocks the file declares, head included. `epsilon` is what
+    config.json calls the norms' constant.
     """
     n_heads, n_kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
     if n_heads % n_kv_heads:
@@ -113,7 +114,7 @@ def shared_keys(config: Config, arch: str, n_blocks: int) -> dict[str, Key]:
         "embedding_length": config.integer("hidden_size"),
         "attention.head_count": n_heads,
         "attention.head_count_kv": n_kv_heads,
-        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": config.number(epsilon),
     }
     if config.get("intermediate_size") is not None:
         keys["feed_forward_length"] = config.integer("intermediate_size")

@@ -36,7 +36,7 @@ def test_files_equal_the_peers(variant: tuple[str, Path], kind: str, tmp_path: P
         ours, theirs = listing(path), peer[role]
         if theirs is None:  # the peer drops this family's head: test_families.py computes with ours
             continue
-        assert_equal_tensors(ours["tensors"], theirs["tensors"])
+        assert_equal_tensors(*without_joined(ours["tensors"], theirs["tensors"]))
         assert ours["keys"] == with_our_differences(theirs["keys"], ours["keys"])
 
 
@@ -44,13 +44,25 @@ def test_logits_equal_those_of_transformers(variant: tuple[str, Path], tmp_path:
     """Stock llama.cpp computes with our file what the checkpoint's own code computes (scripts/dev/reference_logits.py)."""
     llama_cpp = pytest.importorskip("llama_cpp")
     name, folder = variant
-    expected = json.loads((LISTINGS / "reference_logits.json").read_text(encoding="utf-8"))[name]
+    expected = json.loads((LISTINGS / "reference_logits.json").read_text(encoding="utf-8")).get(name)
+    if expected is None:
+        pytest.skip("transformers does not read this spelling: its bytes are the peer's")
     main = convert(folder, tmp_path, "F32").main
     exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     model = llama_cpp.Llama(str(main), n_ctx=32, n_threads=1, logits_all=True, verbose=False, **exact)
     model.eval(LOGITS_PROMPT)
     np.testing.assert_allclose(model.scores[len(LOGITS_PROMPT) - 1][: len(expected)], expected, atol=1e-3)
     model.close()
+
+
+def without_joined(*files: dict[str, str]) -> list[dict[str, str]]:
+    """Our and the peer's tensors but for what we join and the peer leaves apart: queries, keys and values of MiMo's heads."""
+    ours, theirs = files
+    joined = [
+        f"{name.removesuffix('qkv.weight')}" for name in ours if "attn_qkv." in name and name not in theirs
+    ]
+    parts = tuple(f"{stem}{part}.weight" for stem in joined for part in ("q", "k", "v", "qkv"))
+    return [{name: value for name, value in file.items() if name not in parts} for file in files]
 
 
 def assert_equal_tensors(ours: dict[str, str], theirs: dict[str, str]) -> None:
@@ -67,9 +79,13 @@ def assert_equal_tensors(ours: dict[str, str], theirs: dict[str, str]) -> None:
         np.testing.assert_array_max_ulp(np.array(mine), np.array(other), maxulp=1)
 
 
+# GLM-4.7-Flash is gated by a sigmoid, as the model's own code does; the peer leaves the loader to guess.
+OURS_ALONE = ("sidecar.", "deepseek2.expert_gating_func")
+
+
 def with_our_differences(theirs: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
     """The peer's keys, with ours added and without a list of recurrent layers that says what the interval says."""
-    expected = theirs | {name: value for name, value in ours.items() if name.startswith("sidecar.")}
+    expected = theirs | {name: value for name, value in ours.items() if name.startswith(OURS_ALONE)}
     if "full_attention_interval" not in str(theirs.keys()):
         return expected
 

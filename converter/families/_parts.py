@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from llama_sidecar.converter.config import Config, Key, checked_number
+from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number
 from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
 from llama_sidecar.converter.families import Layout, Placement, Source, Transform, place
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
@@ -136,13 +136,17 @@ def stacked(name: str, source: str, n: int, shape: tuple[int, ...]) -> Placement
     return Placement(name, (n, *shape), tuple(Source(source.format(i), shape) for i in range(n)))
 
 
-def deepseek_moe(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
-    """DeepSeek's mixture: a router with a bias for the choice alone, experts, and an expert that all tokens share."""
+def routed(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """A router with a bias for the choice alone, and its experts."""
     hidden, n_experts = config.integer("hidden_size"), config.integer("n_routed_experts", MAX_EXPERTS)
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
-    bias = f"{source}gate.e_score_correction_bias"
-    yield place(f"{target}exp_probs_b.bias", bias, n_experts)
+    yield place(f"{target}exp_probs_b.bias", f"{source}gate.e_score_correction_bias", n_experts)
     yield from experts(config, f"{source}experts.", target, n_experts, names)
+
+
+def deepseek_moe(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """DeepSeek's mixture: routed experts, and an expert that all tokens share."""
+    yield from routed(config, source, target, names)
     ff = config.integer("n_shared_experts", MAX_EXPERTS) * config.integer("moe_intermediate_size")
     yield from dense_ffn(config, f"{source}shared_experts.", target, ff, "_shexp")
 
@@ -174,10 +178,44 @@ def deepseek_moe_keys(config: Config) -> dict[str, Key]:
         keys["expert_weights_scale"] = config.number("routed_scaling_factor")
     if config.get("norm_topk_prob"):
         keys["expert_weights_norm"] = True
-    for name, key in {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}.items():
-        if config.get(name) is not None:
-            keys[key] = config.integer(name, n_experts)
-    return keys
+    return keys | expert_group_keys(config, n_experts)
+
+
+def expert_group_keys(config: Config, n_experts: int) -> dict[str, Key]:
+    names = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+    return {
+        key: config.integer(name, n_experts) for name, key in names.items() if config.get(name) is not None
+    }
+
+
+# Attention.
+
+
+def head_dim_of(config: Config) -> int:
+    if config.get("head_dim") is not None:
+        return config.integer("head_dim")
+    return config.integer("hidden_size") // config.integer("num_attention_heads")
+
+
+def n_rotary(config: Config, usual: float) -> int:
+    """How many of a head's values are rotated; `usual` is the share where config.json says none."""
+    share = checked_number("partial_rotary_factor", config.rope.get("partial_rotary_factor", usual), 1)
+    return checked_integer("head_dim * partial_rotary_factor", int(head_dim_of(config) * share))
+
+
+def attention(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
+    """Grouped attention; biases, and norms of queries and keys, where the checkpoint has them."""
+    hidden, head = config.integer("hidden_size"), head_dim_of(config)
+    n_q, n_kv = config.integer("num_attention_heads") * head, config.integer("num_key_value_heads") * head
+    has_bias = f"{source}q_proj.bias" in names
+    for part, n_rows in {"q": n_q, "k": n_kv, "v": n_kv}.items():
+        yield place(f"{target}attn_{part}.weight", f"{source}{part}_proj.weight", n_rows, hidden)
+        if has_bias:
+            yield place(f"{target}attn_{part}.bias", f"{source}{part}_proj.bias", n_rows)
+    yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_q)
+    if f"{source}q_norm.weight" in names:
+        yield place(f"{target}attn_q_norm.weight", f"{source}q_norm.weight", head)
+        yield place(f"{target}attn_k_norm.weight", f"{source}k_norm.weight", head)
 
 
 # Multi-head latent attention.
@@ -234,12 +272,20 @@ def latent_attention(config: Config, source: str, target: str) -> Iterator[Place
 # Heads.
 
 
+def projection(
+    config: Config, source: str, target: str, norm: Transform | None = None
+) -> Iterator[Placement]:
+    """What joins a token's embedding with the hidden row before it: two norms, and a matrix over both."""
+    hidden = config.integer("hidden_size")
+    yield place(f"{target}nextn.eh_proj.weight", f"{source}eh_proj.weight", hidden, 2 * hidden)
+    yield place(f"{target}nextn.enorm.weight", f"{source}enorm.weight", hidden, transform=norm)
+    yield place(f"{target}nextn.hnorm.weight", f"{source}hnorm.weight", hidden, transform=norm)
+
+
 def nextn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """What a head has beside its block, as DeepSeek-V3 spells it; its own embeddings and output where it has them."""
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    yield place(f"{target}nextn.eh_proj.weight", f"{source}eh_proj.weight", hidden, 2 * hidden)
-    yield place(f"{target}nextn.enorm.weight", f"{source}enorm.weight", hidden)
-    yield place(f"{target}nextn.hnorm.weight", f"{source}hnorm.weight", hidden)
+    yield from projection(config, source, target)
     yield place(f"{target}nextn.shared_head_norm.weight", f"{source}shared_head.norm.weight", hidden)
     own = {"embed_tokens.weight": "embed_tokens", "shared_head.head.weight": "shared_head_head"}
     for name, part in own.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number, shared_keys
+from llama_sidecar.converter.config import Config, Key, shared_keys
 from llama_sidecar.converter.errors import BadConfig, TensorMismatch
 from llama_sidecar.converter.families import F32, Layout, Placement, Vocabulary, _parts, place
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
@@ -53,7 +53,7 @@ def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
         "ssm.time_step_rank": config.integer("linear_num_value_heads"),
         "ssm.inner_size": config.integer("linear_value_head_dim") * config.integer("linear_num_value_heads"),
         "full_attention_interval": _interval(config),
-        "rope.dimension_count": _n_rotary(config),
+        "rope.dimension_count": _parts.n_rotary(config, 0.25),
     }
     recurrent = recurrent_layers(config)
     if recurrent != [(i + 1) % _interval(config) != 0 for i in range(n_layers)]:
@@ -84,17 +84,6 @@ def recurrent_layers(config: Config) -> list[bool]:
 
 def _interval(config: Config) -> int:
     return 4 if config.get("full_attention_interval") is None else config.integer("full_attention_interval")
-
-
-def _head_dim(config: Config) -> int:
-    if config.get("head_dim") is not None:
-        return config.integer("head_dim")
-    return config.integer("hidden_size") // config.integer("num_attention_heads")
-
-
-def _n_rotary(config: Config) -> int:
-    share = checked_number("partial_rotary_factor", config.rope.get("partial_rotary_factor", 0.25), 1)
-    return checked_integer("head_dim * partial_rotary_factor", int(_head_dim(config) * share))
 
 
 def delta_heads(config: Config) -> tuple[int, int]:
@@ -170,7 +159,7 @@ def delta_net(config: Config, source: str, target: str, names: Collection[str]) 
 
 def attention(config: Config, source: str, target: str) -> Iterator[Placement]:
     """A full-attention mixer; each head's query rows are followed by its gate rows, in both spellings."""
-    hidden, head = config.integer("hidden_size"), _head_dim(config)
+    hidden, head = config.integer("hidden_size"), _parts.head_dim_of(config)
     n_q, n_kv = config.integer("num_attention_heads") * head, config.integer("num_key_value_heads") * head
     source += "self_attn."
     yield place(f"{target}attn_q.weight", f"{source}q_proj.weight", 2 * n_q, hidden)

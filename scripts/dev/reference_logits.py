@@ -20,6 +20,7 @@ from typing import Any
 import click
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -28,6 +29,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint  # noqa: E402
+
+# Families whose heads transformers holds no code for, but for the block: what the head's last norm is called, whether
+# its block attends to a window, and whether it takes the hidden row before the trunk's last norm, as llama.cpp's does.
+BLOCKS = {
+    "glm4moelite": ("shared_head.norm", False, False),
+    "mimo2": ("final_layernorm", True, True),
+}
 
 
 @click.command()
@@ -41,18 +49,36 @@ def main(only: str | None, out: Path) -> None:
         name = f"{arch}-{variant}"
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             checkpoint = make_checkpoint(Path(folder), arch, variant)
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            try:
+                model = _load(checkpoint)
+            except (
+                RuntimeError,
+                ValueError,
+            ) as error:  # another spelling of the same weights: the peer's bytes vouch for it
+                print(f"{name}: transformers does not read it: {str(error).splitlines()[0]}")
+                continue
+            text = model.config.get_text_config()
             found = model(torch.tensor([LOGITS_PROMPT]), output_hidden_states=True)
             trunk.add(name, found.logits[0, -1])
-            if getattr(model.config.get_text_config(), "num_mtp_layers", None):
+            if arch in BLOCKS:
+                head.add(name, _block_logits(model, checkpoint, *BLOCKS[arch]))
+            elif getattr(text, "num_mtp_layers", None):
                 head.add(name, _head_logits(model, found.hidden_states[-1]))
     trunk.write()
     head.write()
 
 
+def _load(checkpoint: Path) -> Any:
+    model, found = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if found["missing_keys"]:
+        raise ValueError(f"no values for {', '.join(sorted(found['missing_keys']))}")
+    return model.eval()
+
+
 def _head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits of the head as transformers itself runs it, from the trunk's hidden rows."""
     n_layers = model.config.get_text_config().num_hidden_layers
     model._keys_to_ignore_on_load_unexpected = [
         rf"layers\.{n_layers}\.",
@@ -71,6 +97,56 @@ def _head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(1, len(LOGITS_PROMPT) + 1)[None]
     rows = head.forward_layer(0, hidden, positions, cache, input_ids=tokens)
     logits: torch.Tensor = head._project_to_logits(rows)[0, -1]
+    return logits
+
+
+def _block_logits(
+    model: Any, checkpoint: Path, norm: str, is_windowed: bool, is_before_norm: bool
+) -> torch.Tensor:
+    """The logits of the first head's block, run as one more layer of the trunk, with the head's own parts around it."""
+    n_layers = model.config.num_hidden_layers
+    weights = load_file(checkpoint / "model.safetensors")
+    head = f"model.layers.{n_layers}."
+    if not any(name.startswith(head) for name in weights):
+        weights = {name.replace("model.mtp.layers.0.", head): t for name, t in weights.items()}
+        weights = {
+            name.replace("pre_mlp_layernorm", "post_attention_layernorm"): t for name, t in weights.items()
+        }
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = n_layers + 1
+    if is_windowed:
+        config["layer_types"] = [*config["layer_types"], "sliding_attention"]
+        config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense"]
+    longer = checkpoint.with_name("longer")
+    longer.mkdir()
+    (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, longer / "model.safetensors", {"format": "pt"})
+    trunk = _load(longer).model
+    block, weights = trunk.layers[n_layers], {name: t.float() for name, t in weights.items()}
+
+    tokens, n = torch.tensor([LOGITS_PROMPT]), len(LOGITS_PROMPT)
+    found = {}
+    handle = model.model.layers[-1].register_forward_hook(lambda _, __, out: found.update(hidden=out))
+    hidden = model.model(tokens).last_hidden_state
+    handle.remove()
+    hidden = found["hidden"] if is_before_norm else hidden
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = model.config.rms_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weights[f"{head}{name}.weight"]
+
+    embedded = weights.get(f"{head}embed_tokens.weight", weights["model.embed_tokens.weight"])
+    x = embedded[torch.tensor([[*LOGITS_PROMPT[1:], DRAFT_TOKEN]])]
+    x = torch.cat([rms(x, "enorm"), rms(hidden, "hnorm")], -1) @ weights[f"{head}eh_proj.weight"].T
+    positions = torch.arange(1, n + 1)[None]
+    kind = {"layer_type": "sliding_attention"} if is_windowed else {}
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+    seen = (distance >= 0) & (distance < (model.config.sliding_window if is_windowed else n))
+    mask = torch.where(seen, 0.0, float("-inf"))[None, None]
+    rotary = trunk.rotary_emb(x, positions, **kind)
+    x = block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+    output = weights.get(f"{head}shared_head.head.weight", weights["lm_head.weight"])
+    logits: torch.Tensor = (rms(x, norm) @ output.T)[0, -1]
     return logits
 
 
