@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from llama_sidecar.converter.convert import ConvertResult, convert
 from llama_sidecar.converter.errors import ConversionError
-from llama_sidecar.converter.quantize import TYPES
+from llama_sidecar.converter.recipe import TYPES
 
 __all__ = ["TYPES", "ConversionError", "ConvertResult", "convert"]
 __version__ = version("llama-sidecar")

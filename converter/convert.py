@@ -7,18 +7,26 @@ of any step's inside.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.errors import NoHead, OutputExists, OutputFailed
-from llama_sidecar.converter.families import Family, Layout, family_of
+from llama_sidecar.converter.errors import BadImatrix, NoHead, OutputExists, OutputFailed
+from llama_sidecar.converter.families import Family, Layout, Placement, family_of
 from llama_sidecar.converter.general import add_general_keys, file_name
+from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
 from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
-from llama_sidecar.converter.quantize import Recipe, check_libggml, main_recipe, sidecar_recipe
+from llama_sidecar.converter.quantize import check_libggml, uses_importance
+from llama_sidecar.converter.recipe import (
+    Recipe,
+    head_warnings,
+    main_recipe,
+    model_of,
+    sidecar_recipe,
+)
 from llama_sidecar.converter.shards import Tensor
 from llama_sidecar.converter.tokenizer import vocabulary_keys
 from llama_sidecar.converter.writer import GGUFFile, Progress, add_keys, new_header, write_files
@@ -57,8 +65,8 @@ class ConvertResult:
 class _FilePlan:
     path: Path
     recipe: Recipe
+    keys: dict[str, Key]
     tensors: list[Planned]
-    n_head_layers: int
 
 
 def convert(
@@ -67,6 +75,7 @@ def convert(
     main_type: str | None = "Q8_0",
     sidecar_type: str | None = None,
     *,
+    imatrix: str | Path | None = None,
     name: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -75,8 +84,9 @@ def convert(
 
     `checkpoint` is the folder; `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
     for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
-    at Q4_0, and a checkpoint without a head is converted all the same. `name` replaces the model's name, `force`
-    replaces existing files, and `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
+    at Q4_0, and a checkpoint without a head is converted all the same. `imatrix` is a file of llama-imatrix that weighs
+    the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
+    `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
     Either all files are there and whole, or none is. Raises a subclass of ConversionError (converter/errors.py).
 
@@ -86,6 +96,7 @@ def convert(
     if Path(out).suffix == ".gguf":
         raise OutputFailed(f"{out} is a file's name; expected a folder for the main file and its sidecar")
     recipes = (main_recipe(main_type) if main_type else None, sidecar_recipe(sidecar_type))
+    importance = _importance(imatrix, recipes[0]) if imatrix is not None else None
     with open_checkpoint(checkpoint) as opened:
         family = family_of(opened.config)
         tensors = canonical_tensors(opened.tensors, family)
@@ -95,13 +106,19 @@ def convert(
             raise NoHead(
                 f"{opened.folder} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
-        files = _plan_files(layout, tensors, Path(out), name or opened.name, *recipes)
+
+        def path(*type_and_prefix: str) -> Path:
+            return Path(out) / file_name(name or opened.name, *type_and_prefix)
+
+        files = _plan_files(opened.config, family, layout, tensors, recipes, importance, path)
         _check_targets(files.values(), force)
         check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
+        main, sidecar = files.get("main"), files.get("sidecar")
+        warnings = list(_type_warnings(main, sidecar, importance))
 
         common = vocabulary_keys(opened, family.VOCABULARY)
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
-        whole = {role: _gguf_file(file, opened, family, common, name) for role, file in files.items()}
+        whole = {role: _gguf_file(file, opened, family.ARCH, common, name) for role, file in files.items()}
 
         def check(written: Mapping[str, Path]) -> None:
             _check_contract(written)
@@ -109,7 +126,6 @@ def convert(
 
         n_bytes = write_files(whole, check, progress)
 
-    main, sidecar = files.get("main"), files.get("sidecar")
     return ConvertResult(
         main=main.path if main else None,
         sidecar=sidecar.path if sidecar else None,
@@ -119,23 +135,57 @@ def convert(
         n_head_tensors=len(layout.head),
         main_type=main.recipe.name if main else None,
         sidecar_type=sidecar.recipe.name if sidecar else None,
-        warnings=opened.warnings + layout.warnings,
+        warnings=opened.warnings + layout.warnings + warnings,
     )
 
 
+def _importance(path: str | Path, main: Recipe | None) -> Imatrix:
+    if main is None or not uses_importance(main.base):
+        found = f"the main file is to be {main.name}" if main else "no main file is to be written"
+        raise BadImatrix(
+            f"{found}, so that an importance matrix has no effect: leave it out, or ask for a main type below Q8_0"
+        )
+    return read_imatrix(path)
+
+
 def _plan_files(
-    layout: Layout, tensors: Mapping[str, Tensor], out: Path, stem: str, main: Recipe | None, sidecar: Recipe
+    config: Config,
+    family: Family,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    recipes: tuple[Recipe | None, Recipe],
+    imatrix: Imatrix | None,
+    path: Callable[..., Path],
 ) -> dict[str, _FilePlan]:
     """The files to write, "main" and "sidecar": the one if it is wanted, the other if there is a head."""
+    main, sidecar = recipes
     files = {}
     if main:
-        parts = plan(layout.shared + layout.trunk, tensors, main)
-        files["main"] = _FilePlan(out / file_name(stem, main.name), main, parts, 0)
+        keys = family.keys(config, 0)
+        parts = layout.shared + layout.trunk
+        types = main.types(_shapes(parts), model_of(family.ARCH, keys), imatrix is not None)
+        keys |= imatrix.keys() if imatrix else {}
+        files["main"] = _FilePlan(path(main.name), main, keys, plan(parts, tensors, types, imatrix))
     if layout.head:
-        parts = plan(layout.shared + layout.head, tensors, sidecar)
-        path = out / file_name(stem, sidecar.name, KINDS[KIND].prefix)
-        files["sidecar"] = _FilePlan(path, sidecar, parts, layout.n_head_layers)
+        keys = family.keys(config, layout.n_head_layers)
+        parts = layout.shared + layout.head
+        types = sidecar.types(_shapes(parts), model_of(family.ARCH, keys))
+        name = path(sidecar.name, KINDS[KIND].prefix)
+        files["sidecar"] = _FilePlan(name, sidecar, keys, plan(parts, tensors, types))
     return files
+
+
+def _shapes(placements: Iterable[Placement]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(placement.name, placement.shape) for placement in placements]
+
+
+def _type_warnings(
+    main: _FilePlan | None, sidecar: _FilePlan | None, imatrix: Imatrix | None
+) -> Iterator[str]:
+    if main and imatrix:
+        yield from imatrix.warnings(t.name for t in main.tensors if uses_importance(t.type))
+    if sidecar:
+        yield from head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in sidecar.tensors})
 
 
 def _check_targets(files: Iterable[_FilePlan], force: bool) -> None:
@@ -152,11 +202,11 @@ def _check_targets(files: Iterable[_FilePlan], force: bool) -> None:
 
 
 def _gguf_file(
-    file: _FilePlan, checkpoint: Checkpoint, family: Family, common: dict[str, Key], name: str | None
+    file: _FilePlan, checkpoint: Checkpoint, arch: str, common: dict[str, Key], name: str | None
 ) -> GGUFFile:
-    header = new_header(family.ARCH, file.tensors)
+    header = new_header(arch, file.tensors)
     add_general_keys(header, checkpoint, name, file.recipe.file_type)
-    add_keys(header, family.keys(checkpoint.config, file.n_head_layers) | common)
+    add_keys(header, file.keys | common)
     return GGUFFile(file.path, header, file.tensors)
 
 

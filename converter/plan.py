@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -18,9 +18,9 @@ from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.errors import TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import Family, Layout, Placement
-from llama_sidecar.converter.quantize import Recipe, encode, row_bytes
+from llama_sidecar.converter.imatrix import Imatrix
+from llama_sidecar.converter.quantize import encode, row_bytes, uses_importance
 from llama_sidecar.converter.shards import Tensor
-from llama_sidecar.sidecars import keys
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -35,6 +35,7 @@ class Planned:
     pieces: tuple[
         tuple[Tensor, int, int], ...
     ]  # tensors of the checkpoint and ranges of their rows, in order
+    importance: F32 | None = None  # (n_matrices, n_cols), of the columns
 
     @property
     def name(self) -> str:
@@ -80,7 +81,16 @@ class Planned:
         rows = self._values(start, stop)
         if place.transform:
             rows = place.transform(rows)
-        return encode(np.ascontiguousarray(rows), self.type)
+        return self._bytes(np.ascontiguousarray(rows), start)
+
+    def _bytes(self, rows: F32, start: int) -> U8:
+        """Rows from `start` on as bytes; in a stack of matrices each has an importance of its own."""
+        if self.importance is None:
+            return encode(rows, self.type)
+        n_rows = self.shape[-2]
+        cuts = [0, *range(n_rows - start % n_rows, len(rows), n_rows), len(rows)]
+        parts = ((rows[a:b], self.importance[(start + a) // n_rows]) for a, b in pairwise(cuts))
+        return _joined([encode(part, self.type, importance) for part, importance in parts])
 
     def _values(self, start: int, stop: int) -> F32:
         """Rows start..stop as float32, before the transform: (stop - start, n_cols)."""
@@ -149,11 +159,18 @@ def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
         tensor.check_type()
 
 
-def plan(placements: Iterable[Placement], tensors: Mapping[str, Tensor], recipe: Recipe) -> list[Planned]:
-    """The tensors of one file in the order of the placements, each with its type."""
-    placements = list(placements)
-    tied = all(placement.name != keys.OUTPUT for placement in placements)
-    return [Planned(p, recipe.type_of(p.name, p.shape, tied), tuple(_ranges(p, tensors))) for p in placements]
+def plan(
+    placements: Iterable[Placement],
+    tensors: Mapping[str, Tensor],
+    types: Mapping[str, GGMLType],
+    imatrix: Imatrix | None = None,
+) -> list[Planned]:
+    """The tensors of one file in the order of the placements, each with its type. Raises BadImatrix for another model's."""
+
+    def importance(p: Placement) -> F32 | None:
+        return imatrix.of(p.name, p.shape) if imatrix and uses_importance(types[p.name]) else None
+
+    return [Planned(p, types[p.name], tuple(_ranges(p, tensors)), importance(p)) for p in placements]
 
 
 def values(placement: Placement, tensors: Mapping[str, Tensor]) -> F32:

@@ -44,6 +44,12 @@ NONE = "none"
     metavar="TYPE",
     help="Type of all the sidecar's weights.  [default: Q8_0, with the vocabulary's matrices at Q4_0]",
 )
+@click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Importance matrix, as llama-imatrix writes it, for the main file's quantisation.",
+)
 @click.option("--name", help="Name of the model and of its files.  [default: the checkpoint's]")
 @click.option("--force", is_flag=True, help="Replace files that are there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
@@ -52,6 +58,7 @@ def command(
     out: Path,
     main_type: str,
     sidecar_type: str | None,
+    imatrix: Path | None,
     name: str | None,
     force: bool,
     as_json: bool,
@@ -81,7 +88,9 @@ def command(
             bar.update(task, completed=done_bytes, total=total_bytes, description=tensor)
 
         main = None if main_type.lower() == NONE else main_type
-        result = convert(checkpoint, out, main, sidecar_type, name=name, force=force, progress=show)
+        result = convert(
+            checkpoint, out, main, sidecar_type, imatrix=imatrix, name=name, force=force, progress=show
+        )
     for warning in result.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     print(json.dumps(result.to_json()) if as_json else _summary(result))

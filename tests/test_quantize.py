@@ -1,4 +1,4 @@
-"""Which tensor gets which type, and that rows become the bytes llama.cpp's tools write."""
+"""Rows become the bytes that llama.cpp's tools write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 from checkpoints import random_values
 from gguf import GGMLQuantizationType as GGMLType
 
-from llama_sidecar.converter.errors import MissingDependency, UnknownType
-from llama_sidecar.converter.quantize import encode, main_recipe, row_bytes, sidecar_recipe
-
-MATRIX = (64, 256)
+from llama_sidecar.converter.errors import MissingDependency
+from llama_sidecar.converter.quantize import encode, row_bytes, uses_importance
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
@@ -33,45 +31,35 @@ def test_bfloat16_keeps_infinities_and_nans() -> None:
     assert wide[0, 0] == np.inf and wide[0, 1] == -np.inf and np.isnan(wide[0, 2]) and wide[0, 3] > 3e38
 
 
-def test_small_tensors_stay_f32() -> None:
-    recipe = main_recipe("Q8_0")
-    for name, shape in {
-        "blk.0.attn_norm.weight": (64,),
-        "blk.0.ssm_a": (4,),
-        "blk.0.ssm_dt.bias": (4,),
-        "blk.0.ssm_conv1d.weight": MATRIX,
-        "blk.0.ffn_gate_inp.weight": MATRIX,
-        "blk.0.ffn_gate_inp_shexp.weight": (1, 256),
-    }.items():
-        assert recipe.type_of(name, shape, tied=False) == GGMLType.F32
-    assert recipe.type_of("blk.0.ffn_gate_exps.weight", (4, *MATRIX), tied=False) == GGMLType.Q8_0
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q2_K", "IQ4_XS"])
+def test_values_that_no_block_can_hold_are_refused(name: str, value: float) -> None:
+    """libggml writes zeros, infinities or whatever, by type, and says nothing."""
+    rows = random_values("rows", (2, 256), 3)
+    rows[1, 7] = value
+    with pytest.raises(FloatingPointError):
+        encode(rows, GGMLType[name])
 
 
-def test_rows_that_blocks_do_not_fill_become_f16() -> None:
-    assert main_recipe("Q8_0").type_of("blk.0.ffn_down.weight", (64, 48), tied=False) == GGMLType.F16
-    assert main_recipe("BF16").type_of("blk.0.ffn_down.weight", (64, 48), tied=False) == GGMLType.BF16
+@pytest.mark.parametrize("name", ["Q6_K", "Q5_1", "Q4_K", "Q4_0", "IQ4_XS", "IQ4_NL", "Q3_K", "Q2_K"])
+def test_importance_moves_the_error_away_from_what_counts(name: str) -> None:
+    rows = random_values("rows", (64, 256), 3)
+    importance = np.full(256, 1e-3, np.float32)
+    importance[::16] = 1
+
+    def error(data: np.ndarray) -> float:
+        return float(np.square(gguf.quants.dequantize(data, GGMLType[name]) - rows)[:, ::16].sum())
+
+    plain, weighed = (encode(rows, GGMLType[name], weights) for weights in (None, importance))
+    assert uses_importance(GGMLType[name])
+    assert error(weighed) < 0.9 * error(plain)
 
 
-def test_q4_0_keeps_the_output_at_q6_k() -> None:
-    recipe = main_recipe("Q4_0")
-    assert recipe.type_of("output.weight", MATRIX, tied=False) == GGMLType.Q6_K
-    assert recipe.type_of("token_embd.weight", MATRIX, tied=True) == GGMLType.Q6_K
-    assert recipe.type_of("token_embd.weight", MATRIX, tied=False) == GGMLType.Q4_0
-    assert recipe.type_of("output.weight", (64, 96), tied=False) == GGMLType.Q8_0
-
-
-def test_default_sidecar_is_q8_0_with_a_q4_0_vocabulary() -> None:
-    recipe = sidecar_recipe(None)
-    assert recipe.type_of("blk.4.attn_q.weight", MATRIX, tied=True) == GGMLType.Q8_0
-    assert recipe.type_of("token_embd.weight", MATRIX, tied=True) == GGMLType.Q4_0
-    assert recipe.type_of("output.weight", MATRIX, tied=False) == GGMLType.Q4_0
-    named = sidecar_recipe("BF16")
-    assert named.type_of("token_embd.weight", MATRIX, tied=False) == GGMLType.BF16
-
-
-def test_unknown_type_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownType, match=r"'Q9_9'; expected one of F32, F16, BF16, Q8_0, Q4_0"):
-        main_recipe("Q9_9")
+def test_importance_says_nothing_to_types_that_are_not_fitted() -> None:
+    rows, importance = random_values("rows", (4, 256), 3), random_values("importance", (256,)) ** 2
+    for kind in (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0):
+        assert not uses_importance(kind)
+        np.testing.assert_array_equal(encode(rows, kind, importance), encode(rows, kind))
 
 
 def test_without_llama_cpp_block_types_say_what_to_install() -> None:
