@@ -36,7 +36,7 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
         r"\p{N}{1,3}",
         r"[一-龥぀-ゟ゠-ヿ]+",
         _MARKS + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" + _SPACES,
-    ): ("deepseek-v3",),
+    ): ("deepseek-v3", "hunyuan-dense"),
 }
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama_token_type

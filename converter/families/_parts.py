@@ -156,8 +156,9 @@ def is_dense(config: Config, i: int) -> bool:
     return i < n_dense(config)
 
 
-def n_dense(config: Config) -> int:
-    value = config.get("first_k_dense_replace", 0)
+def n_dense(config: Config, usual: int = 0) -> int:
+    """How many blocks come before the mixtures begin; `usual` where config.json does not say."""
+    value = config.get("first_k_dense_replace", usual)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadConfig(f"config.json has first_k_dense_replace = {value!r}; expected an integer from 0 on")
     return value
@@ -203,8 +204,10 @@ def n_rotary(config: Config, usual: float) -> int:
     return checked_integer("head_dim * partial_rotary_factor", int(head_dim_of(config) * share))
 
 
-def attention(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
-    """Grouped attention; biases, and norms of queries and keys, where the checkpoint has them."""
+def attention(
+    config: Config, source: str, target: str, names: Collection[str], *, has_norms: bool = False
+) -> Iterator[Placement]:
+    """Grouped attention; biases, and norms of queries and keys unless `has_norms`, where the checkpoint has them."""
     hidden, head = config.integer("hidden_size"), head_dim_of(config)
     n_q, n_kv = config.integer("num_attention_heads") * head, config.integer("num_key_value_heads") * head
     has_bias = f"{source}q_proj.bias" in names
@@ -213,7 +216,7 @@ def attention(config: Config, source: str, target: str, names: Collection[str]) 
         if has_bias:
             yield place(f"{target}attn_{part}.bias", f"{source}{part}_proj.bias", n_rows)
     yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_q)
-    if f"{source}q_norm.weight" in names:
+    if has_norms or f"{source}q_norm.weight" in names:
         yield place(f"{target}attn_q_norm.weight", f"{source}q_norm.weight", head)
         yield place(f"{target}attn_k_norm.weight", f"{source}k_norm.weight", head)
 

@@ -34,6 +34,7 @@ from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint  #
 # its block attends to a window, and whether it takes the hidden row before the trunk's last norm, as llama.cpp's does.
 BLOCKS = {
     "glm4moelite": ("shared_head.norm", False, False),
+    "hy_v3": ("final_layernorm", False, False),
     "mimo2": ("final_layernorm", True, True),
 }
 
