@@ -1,65 +1,105 @@
-"""The vocabulary of a compact head: which of the target's tokens it has rows for, and what stands in for the others.
+"""The vocabulary of a compact head: which of the target's tokens it has rows for, now.
 
-A token without a row is fed to the head as the row whose embedding is nearest to its own. Finding it takes a pass over the
-head's embeddings (a tenth of a second for 32,768 rows), so it is done for many tokens at once and where nobody waits, and
-remembered. Until then, and where it cannot be found, row 0 stands in, which costs acceptance and changes no text.
+A token without a row can neither be drafted nor be told to the head, and a text uses its tokens again: names in code, words of a
+language that the head was not cut for. So an eighth of the rows are spare. A token that turns up in a prompt or in a text and has
+no row gets the spare one that was used least recently: its weights are read from the head's source and written over those in
+memory. All this changes how much is accepted, never what.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llama_sidecar.sidecars import MainFile, Sidecar
-from llama_sidecar.sidecars.compact import Compact, nearest_rows
-from llama_sidecar.sidecars.errors import BadTensorType, TruncatedFile, UnreadableFile
+from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar
+from llama_sidecar.sidecars.compact import Compact, ranked, read_rows, token_types
 
-MAX_AT_ONCE = 64  # tokens looked up in one pass: hundreds take seconds
+from .heads import Counts
+
+SPARE_SHARE = 8  # one row in so many is spare
+
+
+class Rows(Protocol):
+    """Where rows are written: the head's loaded weights."""
+
+    def set_rows(self, name: str, rows: Sequence[int], data: NDArray[np.uint8]) -> None: ...
 
 
 class DraftVocab:
-    """Shared by the sessions of a model, from any thread.
+    """Shared by the sessions of a model.
 
     Args:
-        source: the file the head was cut from, or its main file: it has the embeddings of all tokens.
+        source: the file the head was cut from, or its main file: it has the weights of all tokens.
         head: the compact head.
+        weights: the head as it is loaded.
+        counts: how often each token was seen, where that is known: those seen least are the first to lose their rows.
 
     Example:
-        >>> vocab = DraftVocab(open_sidecar("mtp-NAME.gguf"), open_compact(path))    # doctest: +SKIP
-        >>> vocab.coverage([11, 198, 248000])                                        # doctest: +SKIP
-        0.67
+        >>> vocab = DraftVocab(open_sidecar("mtp-NAME.gguf"), open_compact(path), weights)  # doctest: +SKIP
+        >>> vocab.adopt([11, 198, 120_000]), vocab.adopt([120_000])                        # doctest: +SKIP
+        (2, 1)
     """
 
-    def __init__(self, source: Sidecar | MainFile, head: Compact) -> None:
-        self.ids: list[int] = head.target_ids.tolist()
-        self._source = source
-        self._head = head
-        self._is_inside = np.zeros(head.n_vocab, dtype=bool)
-        self._is_inside[head.target_ids] = True
-        self._nearest: dict[int, int] = {}
-        self._lock = threading.RLock()  # the collector may end a text, which looks tokens up, at any moment
+    def __init__(
+        self, source: Sidecar | MainFile, head: Compact, weights: Rows, counts: Counts | None = None
+    ) -> None:
+        self.ids: list[int] = head.target_ids.tolist()  # (n_rows,) the token of each row
+        self.version = 0  # grows with every change of ids
+        self._source, self._head, self._weights = source, head, weights
+        self._has_row = bytearray(head.n_vocab)
+        for token in self.ids:
+            self._has_row[token] = True
+        self._changed = np.zeros(len(self.ids), np.int64)  # the version that each row is of
+        self._spare = self._choose_spare(counts)
+        self._can_give = True
 
-    def count_inside(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens the head has rows for."""
-        return int(self._is_inside[list(tokens)].sum())
+    def _choose_spare(self, counts: Counts | None) -> collections.OrderedDict[int, int]:
+        """Token -> row of the spare rows, the next to be given away first: to begin with those least worth drafting."""
+        order = ranked(self._source.tokens, token_types(self._source), counts)
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        worst = np.argsort(-rank[self.ids])[: max(1, len(self.ids) // SPARE_SHARE)]
+        return collections.OrderedDict((self.ids[row], int(row)) for row in worst)
 
-    def nearest(self) -> dict[int, int]:
-        """All stand-ins found so far: token to row."""
-        with self._lock:
-            return dict(self._nearest)
+    def adopt(self, tokens: Sequence[int]) -> int:
+        """Gives a row to each of these tokens that has none, as far as there are spare ones; returns how many had one.
 
-    def find_nearest(self, tokens: Iterable[int]) -> dict[int, int]:
-        """Finds the stand-ins of those tokens that have no row; at most MAX_AT_ONCE of them, found before or not, as
-        long as the files can be read and their type is one that gguf knows."""
-        outside = [t for t in dict.fromkeys(tokens) if not self._is_inside[t]][:MAX_AT_ONCE]
-        with self._lock:
-            unknown = [t for t in outside if t not in self._nearest]
-            if unknown:
-                with contextlib.suppress(
-                    UnreadableFile, TruncatedFile, BadTensorType
-                ):  # or removed meanwhile
-                    self._nearest.update(nearest_rows(self._source, self._head, unknown))
-            return {t: self._nearest[t] for t in outside if t in self._nearest}
+        Call it in the model's turn, when nothing computes. Once the files cannot be read any more, nothing changes.
+        """
+        n_known = 0
+        new: dict[int, None] = {}
+        for token in tokens:
+            if self._has_row[token]:
+                n_known += 1
+                if token in self._spare:
+                    self._spare.move_to_end(token)
+            else:
+                new[token] = None
+        if new and self._can_give:
+            self._give_rows(list(new)[-len(self._spare) :])
+        return n_known
+
+    def changes(self, since: int) -> list[tuple[int, int]]:
+        """The (row, token) that differ from what they were at a version."""
+        return [(int(row), self.ids[row]) for row in np.flatnonzero(self._changed > since)]
+
+    def _give_rows(self, tokens: list[int]) -> None:
+        old = list(self._spare.items())[: len(tokens)]
+        rows = [row for _, row in old]
+        try:
+            for name, data in read_rows(self._source, self._head, tokens).items():
+                self._weights.set_rows(name, rows, data)
+        except LlamaSidecarError:  # drafts are then worse, and nothing else
+            self._can_give = False
+            return
+        self.version += 1
+        self._changed[rows] = self.version
+        for (loser, row), token in zip(old, tokens, strict=True):
+            del self._spare[loser]
+            self._has_row[loser], self._has_row[token] = False, True
+            self._spare[token] = row
+            self.ids[row] = token

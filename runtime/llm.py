@@ -225,9 +225,11 @@ class Model:
         self.gpu_layers = self._place(sidecar)
         self.draft_vocab: DraftVocab | None = None
         self.draft_vocab_why = "all of it is drafted with"
-        head = self._cut_head(sidecar, draft_vocab, learn)
-        # A head that has all tokens has nothing to learn, and one that was given keeps its rows.
-        self.learns = learn and self.draft_vocab is not None and not isinstance(sidecar, Compact)
+        counts = heads.counts_for(main) if learn and self.kind else None
+        compact_head = self._compact_head(sidecar, draft_vocab, counts)
+        head = compact_head.path if compact_head else sidecar.path if sidecar else None
+        # A head that has all tokens has nothing to learn, and one that was given is not cut anew.
+        self.learns = learn and compact_head is not None and compact_head is not sidecar
         embedded = speculation.path == main.path and head is None
         self.weights = Weights(
             main.path,
@@ -242,8 +244,16 @@ class Model:
                 placement.ALL_LAYERS if self.gpu_layers else 0
             )  # the drafter goes where the output goes
             self.head_weights = Weights(
-                head, with_head=True, n_gpu_layers=n_layers, device=settings.device, kernels=settings.kernels
+                head,
+                with_head=True,
+                n_gpu_layers=n_layers,
+                device=settings.device,
+                kernels=settings.kernels,
+                writable=compact_head is not None,
             )
+        if compact_head is not None:
+            source = sidecar if isinstance(sidecar, Sidecar) else main
+            self.draft_vocab = DraftVocab(source, compact_head, self.head_weights, counts)
         self.vocab = Vocab(self.weights)
         self._closed = False
         _models.add(self)
@@ -349,30 +359,23 @@ class Model:
             self._default = self.session()
         return self._default
 
-    def _cut_head(self, sidecar: Sidecar | Compact | None, n_rows: int | str, learn: bool) -> Path | None:
-        """The file to draft with: a compact head where one is given or can be had, else the sidecar; None when it is in the
-        main file."""
-        if self.kind is None:
-            return None
+    def _compact_head(
+        self, sidecar: Sidecar | Compact | None, n_rows: int | str, counts: heads.Counts | None
+    ) -> Compact | None:
+        """The compact head to draft with, where one is given or can be had; `draft_vocab_why` says why not."""
         if isinstance(sidecar, Compact):
-            self.draft_vocab = DraftVocab(self.main, sidecar)
-            return sidecar.path
-        source = sidecar or self.main
-        if n_rows != "full" and self.kind == "mtp":
-            try:
-                path = heads.compact_head(
-                    source,
-                    n_rows=None if n_rows == "auto" else int(n_rows),
-                    counts=heads.counts_for(self.main) if learn else None,
-                )
-                head = open_compact(path)
-                if int(head.target_ids[-1]) >= len(self.main.tokens):
-                    raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
-                self.draft_vocab = DraftVocab(source, head)
-                return path
-            except LlamaSidecarError as error:  # none can be had, or another process has removed it by now
-                self.draft_vocab_why = str(error)
-        return sidecar.path if sidecar else None
+            return sidecar
+        if n_rows == "full" or self.kind != "mtp":
+            return None
+        try:
+            n_kept = None if n_rows == "auto" else int(n_rows)
+            head = open_compact(heads.compact_head(sidecar or self.main, n_rows=n_kept, counts=counts))
+            if int(head.target_ids[-1]) >= len(self.main.tokens):
+                raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
+            return head
+        except LlamaSidecarError as error:  # none can be had, or another process has removed it by now
+            self.draft_vocab_why = str(error)
+            return None
 
     def count(self, tokens: Sequence[int]) -> None:
         """Counts tokens that this model wrote, in the user's cache folder."""

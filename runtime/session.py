@@ -74,6 +74,7 @@ class Session:
         self.n_ctx = n_ctx
         self.kind: str | None = None
         self._draft_vocab: DraftVocab | None = None
+        self._vocab_version = 0  # which the drafter knows of it
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
@@ -104,12 +105,12 @@ class Session:
                 options = {"kind": self.kind, "draft_ctx": address(draft)}
                 if model.draft_vocab is not None:
                     self._draft_vocab = model.draft_vocab
-                    options["ids"] = model.draft_vocab.ids
+                    self._vocab_version = model.draft_vocab.version  # first: a change is rather told twice
+                    options["ids"] = list(model.draft_vocab.ids)
             self._natives.append(_native.Session(address(target), **options))
         except BaseException:  # its traceback would keep the contexts longer than the weights may live
             self._free()
             raise
-        self._stand_in(self._draft_vocab.nearest() if self._draft_vocab else {})
 
     # Generating
 
@@ -258,10 +259,17 @@ class Session:
         if pace is not None and native.is_plain != was_plain:
             pace.switch_s = time.perf_counter() - started
 
-    def _stand_in(self, rows: Mapping[int, int]) -> None:
-        """Tells the head which of its rows to take for tokens that it does not have."""
-        for token, row in rows.items():
-            self._native.map_token(token, row)
+    def _adopt(self, tokens: Sequence[int]) -> int:
+        """Gets the head rows for tokens that it has none for, in the model's turn; returns how many had one."""
+        vocab = self._draft_vocab
+        if vocab is None:
+            return 0
+        n_known = vocab.adopt(tokens)
+        if vocab.version != self._vocab_version:  # another session may have changed it, too
+            for row, token in vocab.changes(self._vocab_version):
+                self._native.set_row(row, token)
+            self._vocab_version = vocab.version
+        return n_known
 
     @property
     def _native(self) -> Any:
@@ -354,6 +362,7 @@ class Generation(Iterator[str]):
         )
         self._session = session
         self._request = request
+        self._n_known = 0  # of the tokens, how many the head had a row for
         self._stream = TextStream(request.stop)
         self._pieces = self._run()
 
@@ -402,8 +411,6 @@ class Generation(Iterator[str]):
             yield self._take([first])[1]
             if request.depth and not self.finished:
                 started = time.perf_counter()
-                if session._draft_vocab is not None:
-                    session._stand_in(session._draft_vocab.find_nearest(request.tokens))
                 with session.model.turns:
                     session._history = None
                     native.catch_up()
@@ -429,6 +436,7 @@ class Generation(Iterator[str]):
                         native.keep(n_used)
                     history.extend(round_.tokens[:n_used])
                     session._history = history
+                    self._n_known += session._adopt(round_.tokens[:n_used])
                 n_drafted, n_accepted = len(round_.drafts), round_.n_accepted
                 if request.pace is not None:
                     request.pace.observe(n_drafted, n_accepted, round_.draft_s, round_.verify_s)
@@ -448,14 +456,11 @@ class Generation(Iterator[str]):
                 session._current = None
 
     def _remember(self) -> None:
-        """After the text: counts its tokens, and finds stand-ins for those that the head does not have."""
+        """After the text: counts its tokens."""
         if self._session._learn:
             self._session.model.count(self.tokens)
-        vocab = self._session._draft_vocab
-        if vocab is not None:
-            self.stats.coverage = vocab.count_inside(self.tokens) / max(1, len(self.tokens))
-            if not self._session.closed:
-                self._session._stand_in(vocab.find_nearest(self.tokens))
+        if self._session._draft_vocab is not None:
+            self.stats.coverage = self._n_known / max(1, len(self.tokens))
 
     def _take(self, tokens: list[int]) -> tuple[int, str]:
         """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""
@@ -488,7 +493,8 @@ class Generation(Iterator[str]):
                 self.stats.n_reused = native.n_past
             else:
                 native.clear()
-        todo = tokens[self.stats.n_reused :]
+            todo = tokens[self.stats.n_reused :]
+            session._adopt(todo)
         while todo:
             if session._cancelled:
                 return None
@@ -497,6 +503,7 @@ class Generation(Iterator[str]):
                 native.feed(piece, not todo)
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
+                    self._n_known += session._adopt([first])
         self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
         return first
 

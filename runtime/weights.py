@@ -9,12 +9,16 @@ import contextlib
 import functools
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from . import _native, placement
 from . import kernels as small_batch
-from . import placement
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
 from .sampling import address
@@ -82,19 +86,29 @@ class Weights:
         n_gpu_layers: how many of the last layers go to a GPU.
         device: llama.cpp device names, comma separated, or None for all.
         kernels: "ours" computes products of up to 8 rows with the small-batch kernels, where all layers are on the CPU.
+        writable: for `set_rows`: in memory of their own and as they lie in the file.
 
     Raises:
         LoadError: our kernels were asked for and cannot be had; or llama.cpp refuses the file; its own last message is in the text.
     """
 
     def __init__(
-        self, path: Path, *, with_head: bool, n_gpu_layers: int, device: str | None, kernels: str = "stock"
+        self,
+        path: Path,
+        *,
+        with_head: bool,
+        n_gpu_layers: int,
+        device: str | None,
+        kernels: str = "stock",
+        writable: bool = False,
     ) -> None:
         lib = llama()
         params = lib.llama_model_default_params()
         params.load_mtp = with_head
         params.n_gpu_layers = n_gpu_layers
-        params.use_extra_bufts = repacks()
+        params.use_extra_bufts = repacks() and not writable
+        if writable:
+            params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         devices = placement.device_list(device) if device else None
         if devices is not None:
             params.devices = address(devices)
@@ -107,6 +121,14 @@ class Weights:
         self._free.atexit = False  # llm.py sees to that, after the contexts
         self.path = path
         self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
+
+    def set_rows(self, name: str, rows: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        """Overwrites rows of a matrix with `data` (n, row_bytes); only of writable weights, and while nothing computes.
+
+        Raises:
+            LibraryError: this llama.cpp does not show a model's weights.
+        """
+        _native.set_rows(address(self.model), name, list(rows), data.tobytes())
 
     @staticmethod
     def _placing(kernels: str, n_gpu_layers: int) -> contextlib.AbstractContextManager[object]:

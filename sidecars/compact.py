@@ -2,9 +2,8 @@
 
 Most of a draft step is the product with the whole vocabulary. A compact sidecar holds the same blocks and some rows of each
 matrix that has one row per token, copied byte for byte or in narrower types, with a list of the target's token ids they stand
-for. Tokens outside it can still be fed: as the row inside whose embedding is nearest. What a draft is made of never changes the
-text. FORMAT.md has the contract. Knows files and arrays; which tensors have a row per token, a kind says (kinds/); where files
-are kept, the caller.
+for. What a draft is made of never changes the text. FORMAT.md has the contract. Knows files and arrays; which tensors have a row
+per token, a kind says (kinds/); where files are kept, the caller.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES, GGUFHeader, StringArray, TensorInfo
 from llama_sidecar.sidecars.gguf_reader import read_header
-from llama_sidecar.sidecars.kind import Target, n_blocks
+from llama_sidecar.sidecars.kind import Target
 from llama_sidecar.sidecars.kinds import KINDS
 from llama_sidecar.sidecars.shards import shard_name
 from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, check_epsilons, check_format, fingerprint
@@ -100,10 +99,21 @@ def choose_rows(
     >>> choose_rows(["a", "th", "the", "cat", "<end>"], [1, 1, 1, 1, 3], 3, counts=[0, 0, 0, 7])
     array([0, 3, 4], dtype=int32)
     """
-    n_vocab = len(tokens)
-    types = np.full(n_vocab, TokenType.NORMAL) if token_types is None else np.asarray(token_types)
     if n_rows < 1:
         raise errors.BadRows(f"{n_rows} rows were asked for; at least 1 is expected")
+    return np.sort(ranked(tokens, token_types, counts)[:n_rows]).astype(np.int32)
+
+
+def ranked(
+    tokens: Sequence[str | bytes], token_types: ArrayLike | None, counts: ArrayLike | None = None
+) -> NDArray[np.int64]:
+    """Order all token ids (n_vocab,) by how much they are worth drafting, best first; arguments as of `choose_rows`.
+
+    >>> ranked(["a", "th", "the", "cat", "<end>"], [1, 1, 1, 1, 3], counts=[0, 0, 0, 7])
+    array([0, 4, 3, 1, 2])
+    """
+    n_vocab = len(tokens)
+    types = np.full(n_vocab, TokenType.NORMAL) if token_types is None else np.asarray(token_types)
     if types.shape != (n_vocab,):
         raise errors.BadRows(f"there are types of {types.size} tokens; {n_vocab} are expected")
     seen = np.zeros(n_vocab, np.int64)
@@ -112,8 +122,7 @@ def choose_rows(
     texts = tokens.iter_raw() if isinstance(tokens, StringArray) else tokens
     always = np.isin(types, _ALWAYS) | np.fromiter((text in _BYTE_TOKENS for text in texts), bool, n_vocab)
     unused = (types == TokenType.UNUSED) & (seen == 0)
-    order = np.lexsort((-seen, unused, ~always))  # stable: of equals the lowest ids first
-    return np.sort(order[:n_rows]).astype(np.int32)
+    return np.lexsort((-seen, unused, ~always))  # stable: of equals the lowest ids first
 
 
 def _byte_tokens() -> frozenset[str | bytes]:
@@ -365,52 +374,32 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
     )
 
 
-def nearest_rows(source: Sidecar | MainFile, compact: Compact, token_ids: Sequence[int]) -> dict[int, int]:
-    """Find the draft id to feed for each of the target's tokens: its own, or that of the row nearest by cosine.
+def read_rows(
+    source: Sidecar | MainFile, compact: Compact, token_ids: Sequence[int]
+) -> dict[str, NDArray[np.uint8]]:
+    """Read the rows of more tokens as `compact` would hold them: of each matrix with a row per token (n, row_bytes) bytes.
 
-    `source` is the head that `compact` was cut from, or its main model. One pass over the compact embeddings, however many tokens: give all at
-    once and remember the answers. Raises BadRows (an id that the source has not), BadTensorType (a type that cannot be
-    dequantised), UnreadableFile, TruncatedFile.
+    `source` is the head that `compact` was cut from, or its main model where the head uses the trunk's matrices. Raises BadRows
+    (an id that the source has not), CannotCut (a matrix that it has not), BadTensorType, UnreadableFile, TruncatedFile.
 
-    >>> nearest_rows(source, compact, [151_645])  # doctest: +SKIP
-    {151645: 32759}
+    >>> read_rows(source, compact, [151_645])["token_embd.weight"].shape  # doctest: +SKIP
+    (1, 576)
     """
-    wanted = np.unique(np.asarray(token_ids, np.int64))
-    if wanted.size and not (wanted[0] >= 0 and wanted[-1] < compact.n_vocab):
+    ids, places = np.unique(np.asarray(token_ids, np.int64), return_inverse=True)
+    if ids.size and not (ids[0] >= 0 and ids[-1] < len(source.tokens)):
         raise errors.BadRows(
-            f"{compact.path}: tokens {wanted[0]} to {wanted[-1]} are asked for; 0 to {compact.n_vocab - 1} are expected"
+            f"{source.path}: tokens {ids[0]} to {ids[-1]} are asked for; 0 to {len(source.tokens) - 1} are expected"
         )
-    inside = np.searchsorted(compact.target_ids, wanted).clip(max=len(compact.target_ids) - 1)
-    outside = compact.target_ids[inside] != wanted
-    if outside.any():
-        inside[outside] = _nearest(source.header, compact.header, wanted[outside])
-    return {int(token): int(row) for token, row in zip(wanted, inside, strict=True)}
-
-
-def _nearest(source: GGUFHeader, compact: GGUFHeader, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    name = _embeddings(source, compact)
-    info = source.tensors[name]
-    queries = np.concatenate([_dequantised(info, piece) for piece in _pieces(info, tokens)])
-    best, found = np.full(len(tokens), -np.inf, np.float32), np.zeros(len(tokens), np.int64)
-    first, info = 0, compact.tensors[name]
-    for piece in _pieces(info):
-        rows = _dequantised(info, piece)
-        lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows))
-        # einsum without BLAS for a few tokens, because BLAS's threads would spin against llama.cpp's.
-        products = np.einsum("ij,kj->ik", queries, rows, optimize=len(tokens) > 8)
-        cosines = products / np.maximum(lengths, np.finfo(np.float32).tiny)
-        nearest = np.nan_to_num(cosines, nan=-np.inf).argmax(axis=1)
-        value = cosines[np.arange(len(tokens)), nearest]
-        better = value > best
-        best[better], found[better] = value[better], first + nearest[better]
-        first += len(rows)
-    return found
-
-
-def _embeddings(source: GGUFHeader, compact: GGUFHeader) -> str:
-    """The matrix to compare tokens in: the head's own, which it looks them up in, where both files have one."""
-    own = keys.NEXTN_EMBED_TOKENS.format(i=n_blocks(compact) - compact.uint(keys.NEXTN_PREDICT_LAYERS))
-    return own if own in source.tensors and own in compact.tensors else keys.TOKEN_EMBD
+    rows = {}
+    for name in KINDS[compact.kind].vocab_tensors(compact.header):
+        old, new = source.header.tensors.get(name), compact.header.tensors[name]
+        if old is None or old.shape[0] != new.shape[0]:
+            raise errors.CannotCut(f"{source.path}: {name} is not there, of which {compact.path} has rows")
+        stored = np.concatenate(list(_pieces(old, ids)))
+        rows[name] = (stored if old.type == new.type else _encoded(_dequantised(old, stored), new.type))[
+            places
+        ]
+    return rows
 
 
 def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:

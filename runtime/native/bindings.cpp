@@ -69,6 +69,15 @@ NB_MODULE(_native, m) {
         },
         "values"_a);
 
+    m.def(
+        "set_rows",
+        [](uintptr_t model, const std::string & name, const std::vector<int32_t> & rows, const nb::bytes & data) {
+            if (rows.empty() || data.size() % rows.size() != 0) throw std::invalid_argument("rows and data do not match");
+            set_rows(reinterpret_cast<const llama_model *>(model), name, rows,
+                     static_cast<const uint8_t *>(data.data()), data.size() / rows.size());
+        },
+        "model"_a, "name"_a, "rows"_a, "data"_a, "Overwrites rows of a loaded matrix.");
+
     nb::class_<Chooser>(m, "Chooser");
     m.def("greedy_chooser", &greedy_chooser);
     m.def(
@@ -121,7 +130,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("has_plain_context", &Session::has_plain_context)
         .def("use_plain", &Session::use_plain, "plain"_a, no_gil)
         .def_prop_ro("is_plain", &Session::is_plain)
-        .def("map_token", &Session::map_token, "token"_a, "row"_a)
+        .def("set_row", &Session::set_row, "row"_a, "token"_a)
         .def("time_rows", &Session::time_rows, "tokens"_a, "n_rows"_a, "repeats"_a, no_gil)
         .def(
             "rewind", [](Session & self, int32_t n_standing) { self.target().rewind(n_standing); }, "n_standing"_a,

@@ -40,15 +40,15 @@ class Drafter {
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
 
-    // A compact head has rows for some of the target's tokens only: from now on `token` is fed as that row. A token that
-    // was never mapped is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
-    virtual void map_token(llama_token /*token*/, int32_t /*row*/) {}
+    // A compact head has rows for some of the target's tokens only: from now on `row` is `token`'s, and the token it was for has
+    // none. A token without a row is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
+    virtual void set_row(int32_t /*row*/, llama_token /*token*/) {}
 };
 
 struct DrafterOptions {
     llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
     int32_t n_vocab = 0;               // the target's: no other id may be proposed
-    std::vector<llama_token> ids;      // of a compact head: the target's id of each row, ascending; else empty
+    std::vector<llama_token> ids;      // of a compact head: the target's id of each row; else empty
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
 };

@@ -18,14 +18,20 @@ struct Resolver {
 
     template <typename F>
     void operator()(F *& function, std::initializer_list<const char *> names) {
+        if (optional(function, names)) return;
+        missing += missing.empty() ? "" : ", ";
+        missing += *names.begin();
+    }
+
+    template <typename F>
+    bool optional(F *& function, std::initializer_list<const char *> names) {
         for (const char * name : names) {
             if (void * symbol = dlsym(handle, name)) {
                 function = reinterpret_cast<F *>(symbol);
-                return;
+                return true;
             }
         }
-        missing += missing.empty() ? "" : ", ";
-        missing += *names.begin();
+        return false;
     }
 };
 
@@ -70,6 +76,10 @@ void bind(void * handle) {
     find(found.vocab_is_eog, {"llama_vocab_is_eog"});
     find(found.sampler_sample, {"llama_sampler_sample"});
     find(found.sampler_reset, {"llama_sampler_reset"});
+    find.optional(found.tensor_map, {"llama_internal_get_tensor_map", "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model",
+                                     "_Z29llama_internal_get_tensor_mapPK11llama_model"});
+    find.optional(found.tensor_n_bytes, {"ggml_nbytes"});
+    find.optional(found.tensor_set, {"ggml_backend_tensor_set"});
     if (!find.missing.empty()) {
         throw LibraryError("the loaded llama.cpp library lacks " + find.missing);
     }
@@ -82,6 +92,28 @@ const LlamaApi & api() {
         throw LibraryError("no llama.cpp library is bound: call bind() first");
     }
     return bound;
+}
+
+void set_rows(const llama_model * model, const std::string & name, const std::vector<int32_t> & rows,
+              const uint8_t * data, size_t row_bytes) {
+    const LlamaApi & llama = api();
+    if (!llama.tensor_map || !llama.tensor_n_bytes || !llama.tensor_set) {
+        throw LibraryError("the loaded llama.cpp library does not show a model's weights");
+    }
+    bool is_there = false;
+    for (const auto & [found, tensor] : llama.tensor_map(model)) {
+        if (found != name) continue;
+        is_there = true;
+        const size_t n_rows = llama.tensor_n_bytes(tensor) / row_bytes;
+        for (size_t i = 0; i < rows.size(); ++i) {
+            if (rows[i] < 0 || size_t(rows[i]) >= n_rows) {
+                throw std::invalid_argument("row " + std::to_string(rows[i]) + " of the " + std::to_string(n_rows) +
+                                            " of " + name);
+            }
+            llama.tensor_set(tensor, data + i * row_bytes, size_t(rows[i]) * row_bytes, row_bytes);
+        }
+    }
+    if (!is_there) throw std::invalid_argument("there is no tensor " + name);
 }
 
 }  // namespace sidecar

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 // llama.cpp's own types: opaque, or one line of the public header.
 struct llama_model;
@@ -20,6 +22,7 @@ struct llama_context;
 struct llama_sampler;
 struct llama_batch_ext;
 struct llama_memory_i;
+struct ggml_tensor;
 using llama_memory_t = llama_memory_i *;
 using llama_pos = int32_t;
 using llama_token = int32_t;
@@ -85,6 +88,11 @@ struct LlamaApi {
     // samplers; sample() also accepts the token into the chain's own state
     llama_token (*sampler_sample)(llama_sampler *, llama_context *, int32_t index);
     void (*sampler_reset)(llama_sampler *);
+
+    // weights, by name; null where the library does not show them
+    const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);
+    size_t (*tensor_n_bytes)(const ggml_tensor *);
+    void (*tensor_set)(ggml_tensor *, const void * data, size_t offset, size_t n_bytes);
 };
 
 // Looks every function up in the loaded library `handle` (what dlopen returned). Throws LibraryError that names all
@@ -93,5 +101,12 @@ void bind(void * handle);
 
 // The bound library. Throws LibraryError when bind() has not succeeded yet.
 const LlamaApi & api();
+
+// Overwrites rows of a loaded matrix: `data` is (rows.size(), row_bytes), in the matrix's own type. A matrix that llama.cpp keeps
+// twice (embeddings that are the output too) is changed in both places. Nothing may compute with the model meanwhile, and its
+// weights must lie in memory of their own (not mapped from the file, not repacked). Throws LibraryError where the library does not
+// show its weights, std::invalid_argument for a name or a row that is not there.
+void set_rows(const llama_model * model, const std::string & name, const std::vector<int32_t> & rows,
+              const uint8_t * data, size_t row_bytes);
 
 }  // namespace sidecar

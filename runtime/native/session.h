@@ -55,8 +55,8 @@ class Session {
 
     // Lets the drafter do now what it would otherwise do in the next step: after a prompt, so that its cost shows there.
     void catch_up();
-    void map_token(llama_token token, int32_t row) {
-        if (drafter_) drafter_->map_token(token, row);
+    void set_row(int32_t row, llama_token token) {
+        if (drafter_) drafter_->set_row(row, token);
     }
 
     // For benchmarks: the seconds of each of `repeats` decodes of n_rows of `tokens` (in their order, over and over), all

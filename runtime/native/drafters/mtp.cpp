@@ -82,11 +82,13 @@ class Mtp final : public Drafter {
         while (!tokens_.empty()) decode(false);
     }
 
-    void map_token(llama_token token, int32_t row) override {
+    void set_row(int32_t row, llama_token token) override {
         if (ids_.empty()) return;
         if (token < 0 || size_t(token) >= row_of_.size() || row < 0 || size_t(row) >= ids_.size()) {
-            throw std::invalid_argument("token " + std::to_string(token) + " cannot be fed as row " + std::to_string(row));
+            throw std::invalid_argument("row " + std::to_string(row) + " cannot be for token " + std::to_string(token));
         }
+        if (row_of_[ids_[row]] == row) row_of_[ids_[row]] = 0;
+        ids_[row] = token;
         row_of_[token] = row;
     }
 
