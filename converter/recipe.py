@@ -272,7 +272,7 @@ def head_warnings(tensors: Mapping[str, tuple[GGMLType, int]]) -> list[str]:
     saved = sum((bits_per_weight(Q4_K) - bits_per_weight(kind)) * n / 8 for kind, n in low)
     return [
         f"the head's block is at {names}, below Q4_K: fewer of its drafts will be accepted, which costs speed and never "
-        f"the text, and {saved / 1e6:.1f} MB are saved; without --sidecar-type it is Q8_0"
+        f"the text, and {saved / 1e6:.1f} MB are saved; the converter writes Q8_0 unasked"
     ]
 
 

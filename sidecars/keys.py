@@ -10,6 +10,7 @@ ARCHITECTURE = "general.architecture"
 NAME = "general.name"
 SIZE_LABEL = "general.size_label"
 FILE_TYPE = "general.file_type"
+QUANTIZATION_VERSION = "general.quantization_version"
 ALIGNMENT = "general.alignment"
 
 BLOCK_COUNT = "{arch}.block_count"
@@ -44,7 +45,9 @@ COMPACT_N_VOCAB = "sidecar.compact.n_vocab"
 COMPACT_SOURCE = "sidecar.compact.source"
 
 # Ends of the names of matrices that stay F32 whatever type is asked for, in llama.cpp's files and ours.
-ALWAYS_F32 = ("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight")
+ALWAYS_F32 = (
+    "_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight", ".indexer.proj.weight",
+)  # fmt: skip
 
 TOKEN_EMBD = "token_embd.weight"
 OUTPUT = "output.weight"

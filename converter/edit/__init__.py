@@ -10,6 +10,7 @@ from __future__ import annotations
 from llama_sidecar.converter.edit.graft import graft
 from llama_sidecar.converter.edit.merge import merge
 from llama_sidecar.converter.edit.output import EditResult
+from llama_sidecar.converter.edit.requant import requant
 from llama_sidecar.converter.edit.split import split
 
-__all__ = ["EditResult", "graft", "merge", "split"]
+__all__ = ["EditResult", "graft", "merge", "requant", "split"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from llama_sidecar.converter.edit.header import Header, Keys, text
 from llama_sidecar.converter.errors import InputGiven, OutputExists, OutputFailed
 from llama_sidecar.converter.general import file_name
 from llama_sidecar.converter.writer import GGUFFile, Progress, Tensor, write_files
-from llama_sidecar.sidecars import KINDS, GGUFHeader, keys
+from llama_sidecar.sidecars import KINDS, GGUFHeader, compact, keys
 from llama_sidecar.sidecars.discover import TYPE_WORD
 from llama_sidecar.sidecars.shards import shard_name
 
@@ -141,6 +141,17 @@ def sidecar_name(header: GGUFHeader, kind: str, type_name: str | None = None) ->
     """
     name, own = name_and_type(header)
     return file_name(name, type_name or own, KINDS[kind].prefix)
+
+
+def compact_name(header: GGUFHeader, type_name: str, n_rows: int) -> str:
+    """What a compact sidecar made from another is called.
+
+    >>> compact_name(read_header("compact-NAME-Q8_0-32768.gguf"), "Q4_0", 32768)  # doctest: +SKIP
+    'compact-NAME-Q4_0-32768.gguf'
+    """
+    stem = header.path.stem.removeprefix("compact-").removesuffix(f"-{n_rows}")
+    name, _ = name_and_type(replace(header, path=header.path.with_name(f"{stem}.gguf")))
+    return compact.file_name(Path(file_name(name, type_name)), n_rows)
 
 
 def name_and_type(header: GGUFHeader) -> tuple[str, str]:
