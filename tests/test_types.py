@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import VARIANTS, listing, make_checkpoint, tiny_tensors
+from checkpoints import LOGITS_PROMPT, VARIANTS, listing, make_checkpoint, tiny_tensors
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType as GGMLType
 from gguf import GGUFWriter
@@ -26,6 +27,7 @@ from llama_sidecar.converter.errors import BadImatrix, UnknownType
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
 from llama_sidecar.converter.recipe import Model, main_recipe, model_of, sidecar_recipe
+from llama_sidecar.runtime import random_model
 from llama_sidecar.scripts.convert import command
 from llama_sidecar.sidecars import read_header
 
@@ -88,6 +90,17 @@ def test_bytes_are_those_of_llama_quantize(short: tuple[str, Path], kind: str, t
         assert {name: digest_of(path) for name, path in found.items()} == {
             name: digests[name] for name in found
         }
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_llama_cpp_computes_with_every_type(short: tuple[str, Path], kind: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    main = convert(short[1], tmp_path, kind).main
+    model = llama_cpp.Llama(str(main), n_ctx=32, n_threads=1, logits_all=True, verbose=False)
+    model.eval(LOGITS_PROMPT)
+    scores = model.scores[: len(LOGITS_PROMPT)]
+    assert np.isfinite(scores).all() and np.ptp(scores) > 0
+    model.close()
 
 
 @pytest.mark.skipif(
@@ -190,6 +203,18 @@ def test_what_counts_is_the_tensors_before_or_with_experts_the_layer(n_experts: 
     model = Model(n_layers=24, n_experts=n_experts, n_gqa=1)
     types = main_recipe("Q4_K_S").types([(name, MATRIX) for name in names], model)
     assert [i for name, i in names.items() if types[name] == GGMLType.Q5_K] == wide
+
+
+@pytest.mark.parametrize("kind", random_model.TYPES)
+def test_random_models_for_speed_have_the_types_of_converted_ones(kind: str) -> None:
+    """The runtime never imports the converter, so that the rule stands there once more."""
+    for shape in random_model.SHAPES.values():
+        type_of = partial(random_model.main_type, kind, shape=shape)
+        made = random_model._tensors(shape, range(shape.n_layers), type_of)
+        model = Model(shape.n_layers, 0, shape.n_head // shape.n_kv)
+        assert main_recipe(kind).types([(t.name, t.shape) for t in made], model) == {
+            t.name: t.type for t in made
+        }
 
 
 def test_default_sidecar_is_q8_0_with_a_q4_0_vocabulary() -> None:
