@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.errors import BadImatrix, NoHead, OutputExists, OutputFailed
+from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, OutputExists, OutputFailed
 from llama_sidecar.converter.families import Family, Layout, Placement, family_of
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
@@ -33,11 +34,13 @@ from llama_sidecar.converter.writer import GGUFFile, Progress, add_keys, new_hea
 from llama_sidecar.sidecars import (
     KINDS,
     check_pair,
+    compact,
     fingerprint,
     open_main,
     open_sidecar,
 )
 from llama_sidecar.sidecars import keys as published
+from llama_sidecar.sidecars.errors import UnwritableFile
 
 KIND = "mtp"  # what every family here holds
 
@@ -54,6 +57,9 @@ class ConvertResult:
     n_head_tensors: int
     main_type: str | None
     sidecar_type: str | None
+    compact: Path | None
+    compact_bytes: int
+    draft_vocab: int | None
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -75,6 +81,7 @@ def convert(
     main_type: str | None = "Q8_0",
     sidecar_type: str | None = None,
     *,
+    draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
     name: str | None = None,
     force: bool = False,
@@ -84,7 +91,8 @@ def convert(
 
     `checkpoint` is the folder; `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
     for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
-    at Q4_0, and a checkpoint without a head is converted all the same. `imatrix` is a file of llama-imatrix that weighs
+    at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
+    merge order, are written as a compact sidecar besides. `imatrix` is a file of llama-imatrix that weighs
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
@@ -102,7 +110,7 @@ def convert(
         tensors = canonical_tensors(opened.tensors, family)
         layout = family.layout(opened.config, tensors.keys())
         account(layout, tensors)
-        if not layout.head and (sidecar_type or not main_type):
+        if not layout.head and (sidecar_type or not main_type or draft_vocab is not None):
             raise NoHead(
                 f"{opened.folder} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
@@ -111,7 +119,13 @@ def convert(
             return Path(out) / file_name(name or opened.name, *type_and_prefix)
 
         files = _plan_files(opened.config, family, layout, tensors, recipes, importance, path)
-        _check_targets(files.values(), force)
+        targets = [file.path for file in files.values()]
+        cut = None
+        if draft_vocab is not None:
+            _check_draft_vocab(draft_vocab, layout)
+            cut = targets[-1].with_name(compact.file_name(targets[-1], draft_vocab))
+            targets.append(cut)
+        _check_targets(targets, force)
         check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
         main, sidecar = files.get("main"), files.get("sidecar")
         warnings = list(_type_warnings(main, sidecar, importance))
@@ -120,9 +134,10 @@ def convert(
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
         whole = {role: _gguf_file(file, opened, family.ARCH, common, name) for role, file in files.items()}
 
-        def check(written: Mapping[str, Path]) -> None:
+        def check(written: Mapping[str, Path]) -> AbstractContextManager[None] | None:
             _check_contract(written)
-            _check_targets(files.values(), force)  # again: another conversion may have been faster
+            _check_targets(targets, force)  # again: another conversion may have been faster
+            return _cutting(written["sidecar"], draft_vocab, cut, progress) if draft_vocab and cut else None
 
         n_bytes = write_files(whole, check, progress)
 
@@ -135,6 +150,9 @@ def convert(
         n_head_tensors=len(layout.head),
         main_type=main.recipe.name if main else None,
         sidecar_type=sidecar.recipe.name if sidecar else None,
+        compact=cut,
+        compact_bytes=cut.stat().st_size if cut else 0,
+        draft_vocab=draft_vocab,
         warnings=opened.warnings + layout.warnings + warnings,
     )
 
@@ -188,13 +206,34 @@ def _type_warnings(
         yield from head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in sidecar.tensors})
 
 
-def _check_targets(files: Iterable[_FilePlan], force: bool) -> None:
-    existing = [str(file.path) for file in files if os.path.lexists(file.path)]
+def _check_draft_vocab(n_rows: int, layout: Layout) -> None:
+    n_vocab = next(p.shape[0] for p in layout.shared if p.name == published.TOKEN_EMBD)
+    if not 1 <= n_rows < n_vocab:
+        raise BadDraftVocab(
+            f"a draft vocabulary of {n_rows:,} rows was asked for; 1 to {n_vocab - 1:,} are expected, of the {n_vocab:,} that the model has"
+        )
+
+
+@contextmanager
+def _cutting(sidecar: Path, n_rows: int, path: Path, progress: Progress | None) -> Iterator[None]:
+    """Writes a compact sidecar of a sidecar's first rows, for a `with` block at whose end it gets its name."""
+    source = open_sidecar(sidecar)
+    rows = compact.choose_rows(source.tokens, compact.token_types(source), n_rows)
+    try:
+        with compact.writing_compact(source, rows, path, progress=progress):
+            yield
+    except UnwritableFile as error:
+        raise OutputFailed(str(error)) from error
+
+
+def _check_targets(paths: Iterable[Path], force: bool) -> None:
+    paths = list(paths)
+    existing = [str(path) for path in paths if os.path.lexists(path)]
     if existing and not force:
         raise OutputExists(
             f"{' and '.join(existing)} already there: use --force to replace, or another --out"
         )
-    folders = [str(file.path) for file in files if os.path.isdir(file.path)]
+    folders = [str(path) for path in paths if os.path.isdir(path)]
     if folders:
         raise OutputExists(
             f"{' and '.join(folders)} already there, as a folder: remove it, or use another --out"

@@ -56,6 +56,10 @@ class BadImatrix(ConversionError):
     """The importance matrix cannot be read, is another model's, or would change nothing."""
 
 
+class BadDraftVocab(ConversionError):
+    """A compact sidecar of no rows, or of all that there are, was asked for."""
+
+
 class MissingDependency(ConversionError):
     """An optional library is needed for this and is not installed."""
 

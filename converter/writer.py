@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -98,12 +98,13 @@ def add_keys(header: gguf.GGUFWriter, keys: dict[str, Key]) -> None:
 
 def write_files(
     files: Mapping[str, GGUFFile],
-    check: Callable[[Mapping[str, Path]], None],
+    check: Callable[[Mapping[str, Path]], AbstractContextManager[object] | None],
     progress: Progress | None = None,
 ) -> dict[str, int]:
     """Writes all files into one folder or, whatever happens, none; returns their sizes in bytes.
 
-    The caller's keys are kept. `check` gets the written files, still under their temporary names. Raises NotEnoughSpace
+    The caller's keys are kept. `check` gets the written files, still under their temporary names; they are put in place within the
+    context that it returns, if it does. Raises NotEnoughSpace
     before any data is written if the disk cannot hold them, or when it fills up; OutputFailed when the system refuses
     otherwise or a file does not read back as planned.
     """
@@ -119,9 +120,9 @@ def write_files(
         _write_data(started.values(), progress)
         for one in started.values():
             one.check()
-        check({key: one.path for key, one in started.items()})
-        for one in started.values():
-            one.put_in_place()
+        with check({key: one.path for key, one in started.items()}) or nullcontext():
+            for one in started.values():
+                one.put_in_place()
         n_bytes = {key: one.n_bytes for key, one in started.items()}
         for one in started.values():
             one.close()

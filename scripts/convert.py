@@ -45,6 +45,13 @@ NONE = "none"
     help="Type of all the sidecar's weights.  [default: Q8_0, with the vocabulary's matrices at Q4_0]",
 )
 @click.option(
+    "--draft-vocab",
+    type=int,
+    metavar="N",
+    help="Also write a compact sidecar of N rows of the vocabulary, to be named with --sidecar. Without one llama-sidecar makes "
+    "its own.",
+)
+@click.option(
     "--imatrix",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -58,6 +65,7 @@ def command(
     out: Path,
     main_type: str,
     sidecar_type: str | None,
+    draft_vocab: int | None,
     imatrix: Path | None,
     name: str | None,
     force: bool,
@@ -89,7 +97,15 @@ def command(
 
         main = None if main_type.lower() == NONE else main_type
         result = convert(
-            checkpoint, out, main, sidecar_type, imatrix=imatrix, name=name, force=force, progress=show
+            checkpoint,
+            out,
+            main,
+            sidecar_type,
+            draft_vocab=draft_vocab,
+            imatrix=imatrix,
+            name=name,
+            force=force,
+            progress=show,
         )
     for warning in result.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
@@ -104,6 +120,10 @@ def _summary(result: ConvertResult) -> str:
         lines.append(
             f"sidecar  {result.sidecar}  ({result.sidecar_type}, {result.sidecar_bytes / 1e6:,.1f} MB, "
             f"{result.kind}, {result.n_head_tensors} head tensors)"
+        )
+    if result.compact:
+        lines.append(
+            f"compact  {result.compact}  ({result.draft_vocab:,} rows, {result.compact_bytes / 1e6:,.1f} MB)"
         )
     if result.main:
         lines.append(f"llama-sidecar chat {shlex.quote(str(result.main))}")

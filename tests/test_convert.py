@@ -32,6 +32,7 @@ from click.testing import CliRunner
 from llama_sidecar.converter import ConvertResult, convert, writer
 from llama_sidecar.converter.errors import (
     BadConfig,
+    BadDraftVocab,
     BadShard,
     MissingShard,
     NoHead,
@@ -44,7 +45,15 @@ from llama_sidecar.converter.errors import (
     UnsupportedModel,
 )
 from llama_sidecar.scripts.convert import command
-from llama_sidecar.sidecars import GGUFHeader, check_pair, identify, open_main, open_sidecar, read_header
+from llama_sidecar.sidecars import (
+    GGUFHeader,
+    check_pair,
+    compact,
+    identify,
+    open_main,
+    open_sidecar,
+    read_header,
+)
 
 
 def f32(path: Path | None, name: str) -> Array:
@@ -407,6 +416,69 @@ def test_sidecar_alone_and_default_types(tmp_path: Path) -> None:
     assert types["blk.4.attn_q.weight"] == "Q8_0" and types["blk.4.nextn.enorm.weight"] == "F32"
 
 
+def test_a_compact_sidecar_beside_the_pair(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path, variant="untied"), tmp_path / "out"
+    result = convert(folder, out, draft_vocab=128)
+    assert result.compact == out / "compact-tiny-qwen35-untied-Q8_0-128.gguf"
+    assert files_in(out) == sorted(p.name for p in (result.main, result.sidecar, result.compact) if p)
+    assert (result.draft_vocab, result.compact_bytes) == (128, result.compact.stat().st_size)
+    source, small = open_sidecar(str(result.sidecar)), compact.open_compact(result.compact)
+    assert small.source == compact.content_hash(source) and small.trunk == source.trunk
+    rows = compact.choose_rows(source.tokens, compact.token_types(source), 128)
+    assert np.array_equal(small.target_ids, rows)
+    assert small.types == {info.name: info.type for info in source.header.tensors.values()}  # copied
+    assert check_pair(open_main(str(result.main)), small).status == "verified"
+    alone = convert(folder, tmp_path / "alone", None, draft_vocab=128)
+    assert alone.compact and alone.compact.read_bytes() == result.compact.read_bytes()
+
+
+@pytest.mark.parametrize("n_rows", [-1, 0, 320, 10**9])
+def test_a_draft_vocabulary_of_no_rows_or_of_all_is_refused(n_rows: int, tmp_path: Path) -> None:
+    with pytest.raises(BadDraftVocab, match=r"1 to 319 are expected, of the 320") as error:
+        convert(make_checkpoint(tmp_path), tmp_path / "out", draft_vocab=n_rows)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_without_a_head_there_is_nothing_to_cut(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, tensors=split(tiny_tensors("qwen35", "tied"))[0])
+    with pytest.raises(NoHead):
+        convert(folder, tmp_path / "out", draft_vocab=128)
+
+
+def test_an_existing_compact_sidecar_is_refused_without_force(tmp_path: Path) -> None:
+    folder, out = make_checkpoint(tmp_path), tmp_path / "out"
+    out.mkdir()
+    target = out / "compact-tiny-qwen35-tied-Q8_0-128.gguf"
+    target.write_text("mine")
+    with pytest.raises(OutputExists, match=r"compact-tiny-qwen35-tied-Q8_0-128\.gguf"):
+        convert(folder, out, draft_vocab=128)
+    assert files_in(out) == [target.name] and target.read_text() == "mine"
+    assert convert(folder, out, draft_vocab=128, force=True).compact == target and target.stat().st_size > 4
+
+
+@pytest.mark.parametrize("n_replaced", [0, 1])
+def test_all_three_are_put_in_place_or_none(
+    n_replaced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = _fail_after(n_replaced, OSError(errno.EACCES, "no"), os.replace)
+    monkeypatch.setattr(writer.os, "replace", refuse)
+    with pytest.raises(OutputFailed):
+        convert(make_checkpoint(tmp_path), tmp_path / "out", draft_vocab=128)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_compact_sidecar_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compact, "_write_data", full)
+    with pytest.raises(OutputFailed, match=r"compact-.*No space left") as error:
+        convert(make_checkpoint(tmp_path), tmp_path / "new" / "out", draft_vocab=128)
+    assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
 def test_same_input_same_bytes(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     first, second = convert(folder, tmp_path / "a"), convert(folder, tmp_path / "b")
@@ -727,6 +799,11 @@ def test_command_ends_with_the_line_to_paste(tmp_path: Path) -> None:
         command, [str(folder), "--out", str(out), "--force", "--json"], catch_exceptions=False
     )
     found = json.loads(run.stdout)
+    assert (found["compact"], found["compact_bytes"], found["draft_vocab"]) == (None, 0, None)
+    run = CliRunner().invoke(
+        command, [str(folder), "--out", str(out), "--force", "--draft-vocab", "128"], catch_exceptions=False
+    )
+    assert "compact-tiny-qwen35-tied-Q8_0-128.gguf  (128 rows," in run.output
     assert (
         found["schema"] == 1
         and found["kind"] == "mtp"
