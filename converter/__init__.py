@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a main GGUF and its sidecar GGUF.
+"""From a Hugging Face checkpoint to a main GGUF and its sidecar GGUF, and from such files to others (edit/).
 
 Nothing here imports the runtime, and torch is imported only when a `.bin` shard is read.
 
@@ -13,8 +13,19 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from llama_sidecar.converter.convert import ConvertResult, convert
+from llama_sidecar.converter.edit import EditResult, graft, merge, requant, split
 from llama_sidecar.converter.errors import ConversionError
 from llama_sidecar.converter.recipe import TYPES
 
-__all__ = ["TYPES", "ConversionError", "ConvertResult", "convert"]
+__all__ = [
+    "TYPES",
+    "ConversionError",
+    "ConvertResult",
+    "EditResult",
+    "convert",
+    "graft",
+    "merge",
+    "requant",
+    "split",
+]
 __version__ = version("llama-sidecar")

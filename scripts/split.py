@@ -14,9 +14,12 @@ from ._edits import FOLDER, FORCE, JSON, run
 @click.command()
 @click.argument("main", type=click.Path(path_type=Path))
 @FOLDER
+@click.option(
+    "--sidecar-only", is_flag=True, help="Write the sidecar alone, to graft its head onto another main file."
+)
 @FORCE
 @JSON
-def command(main: Path, out: Path, force: bool, as_json: bool) -> None:
+def command(main: Path, out: Path, sidecar_only: bool, force: bool, as_json: bool) -> None:
     """Split MAIN, a GGUF with its draft head inside, into a main GGUF without it and a sidecar GGUF that holds it.
 
     Both load in any llama.cpp, and every tensor keeps its bytes. The files are called as MAIN is, the sidecar with mtp- before
@@ -25,4 +28,4 @@ def command(main: Path, out: Path, force: bool, as_json: bool) -> None:
     \b
     llama-sidecar split NAME-Q8_0.gguf --out apart
     """
-    run(split, main, out, force=force, as_json=as_json)
+    run(split, main, out, sidecar_only=sidecar_only, force=force, as_json=as_json)

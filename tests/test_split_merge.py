@@ -90,6 +90,14 @@ def test_split_gives_what_would_have_been_written_apart(recurrent: bool, type: s
     )
 
 
+def test_the_sidecar_can_be_had_alone(tmp_path: Path) -> None:
+    whole = tiny_gguf.main(tmp_path / "whole.gguf", head=True)
+    both, one = split(whole, tmp_path / "both"), split(whole, tmp_path / "one", sidecar_only=True)
+    assert both.sidecar and one.sidecar and (one.main, one.main_bytes, one.match) == (None, 0, both.match)
+    assert list((tmp_path / "one").iterdir()) == [one.sidecar]
+    assert content(one.sidecar) == content(both.sidecar)
+
+
 @pytest.mark.parametrize("recurrent", [True, False], ids="RT")
 def test_split_and_merge_undo_each_other(recurrent: bool, tmp_path: Path) -> None:
     whole = models.write_pair(tmp_path / "whole", recurrent=recurrent, embedded=True).main
@@ -553,7 +561,13 @@ def test_the_commands_print_text_or_one_object(tmp_path: Path) -> None:
     assert content(tmp_path / "new" / "out.gguf")[1] == content(whole)[1]
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["split", "merge", "graft", "requant"])
+def test_every_command_explains_itself(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0 and f"llama-sidecar {name} " in result.output and "--json" in result.output
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
     main = tiny_gguf.main(tmp_path / "main.gguf")
     result = call("split", main, "--out", tmp_path / "parts")
     assert isinstance(result.exception, NoHead) and "\n" not in str(result.exception)

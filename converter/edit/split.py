@@ -26,7 +26,7 @@ from llama_sidecar.converter.edit.output import (
 from llama_sidecar.converter.edit.stored import Stored
 from llama_sidecar.converter.errors import NoHead
 from llama_sidecar.converter.writer import Progress
-from llama_sidecar.sidecars import KINDS, MainFile, check_pair, open_main, open_sidecar
+from llama_sidecar.sidecars import KINDS, MainFile, Match, check_pair, open_main, open_sidecar
 from llama_sidecar.sidecars.kind import n_blocks
 from llama_sidecar.sidecars.sidecar import check_format
 
@@ -35,14 +35,16 @@ def split(
     main: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    sidecar_only: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> EditResult:
     """Split a main file with its head inside into a main file without it and a sidecar.
 
-    `out` is the folder to write to, made if need be; the files are called as the main file is. `force` replaces existing files
-    (never the one that is read), and `progress(done_bytes, total_bytes, tensor_name)` is called after every slice. Holds a few
-    megabytes beside the vocabulary. Either both files are there and whole, or none is.
+    `out` is the folder to write to, made if need be; the files are called as the main file is. `sidecar_only` leaves the main
+    file out, where the head is wanted for another. `force` replaces existing files (never the one that is read), and
+    `progress(done_bytes, total_bytes, tensor_name)` is called after every slice. Holds a few megabytes beside the vocabulary.
+    Either all files are there and whole, or none is.
 
     Raises NoHead, OutputExists, InputGiven, NotEnoughSpace, OutputFailed, and what `open_main` raises.
 
@@ -63,23 +65,23 @@ def split(
     main_keys = without_head(whole.arch, file_keys, n_layers, n_blocks(header) - n_layers)
     main_keys = relabelled(origin.without_head(main_keys), stored, trunk)
     sidecar_keys = relabelled(origin.of_split(file_keys, whole), stored, head)
-    files = {
-        "main": gguf_file(out / main_name(header), main_keys, trunk),
-        "sidecar": gguf_file(out / sidecar_name(header, kind), sidecar_keys, head),
-    }
-    matches = []
+    files = {"sidecar": gguf_file(out / sidecar_name(header, kind), sidecar_keys, head)}
+    if not sidecar_only:
+        files["main"] = gguf_file(out / main_name(header), main_keys, trunk)
+    matches: list[Match] = []
 
     def check(written: Mapping[str, Path]) -> None:
-        matches.append(check_pair(open_main(written["main"]), open_sidecar(written["sidecar"]), force=True))
+        its_main = open_main(written["main"]) if "main" in written else whole
+        matches.append(check_pair(its_main, open_sidecar(written["sidecar"]), force=True))
 
     n_bytes = write(files, [header], force=force, check=check, progress=progress)
     return EditResult(
-        files["main"].path,
-        files["sidecar"].path,
-        n_bytes["main"],
-        n_bytes["sidecar"],
-        matches[0].status,
-        matches[0].detail,
+        main=None if sidecar_only else files["main"].path,
+        sidecar=files["sidecar"].path,
+        main_bytes=n_bytes.get("main", 0),
+        sidecar_bytes=n_bytes["sidecar"],
+        match=matches[0].status,
+        detail=matches[0].detail,
     )
 
 
