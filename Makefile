@@ -8,11 +8,6 @@ GPU =
 SETUP = @command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.10 or newer, or name one: make PYTHON=..." >&2; exit 1; }; \
 	$(PYTHON) scripts/dev/setup_venv.py --gpu "$(GPU)"
 
-# OpenMP threads spin at every barrier, and starve on a busy machine; a short spin costs nothing. The user's own settings win.
-ifndef OMP_WAIT_POLICY
-GOMP_SPINCOUNT ?= 1000
-export GOMP_SPINCOUNT
-endif
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo test format wheel clean

@@ -38,7 +38,7 @@ from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
 from .library import set_verbose
 from .pace import Pace
 from .sampling import file_defaults
-from .session import Generation, Scripted, Session
+from .session import Generation, Scripted, Session, close_after
 from .vocab import Vocab
 from .weights import MAX_DEPTH, Settings, Weights
 
@@ -218,7 +218,7 @@ class Model:
         self.depth = (AUTO_DEPTH if isinstance(depth, str) else depth) if speculation.kind else 0
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
-        self.turns = Turns()
+        self.turns = Turns(settings.n_threads)
         self._lock = threading.RLock()  # no session is made while it is closed
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
@@ -337,6 +337,11 @@ class Model:
         """Answers a conversation on the model's own session; options as in `Session.generate`."""
         return self._own_session().chat(messages, **options)
 
+    def cancel(self) -> None:
+        """Ends the running generation of every session after its current round or piece of prompt. From any thread."""
+        for session in list(self._sessions):
+            session.cancel()
+
     def close(self) -> None:
         """Closes every session and frees the weights. Idempotent."""
         with self._lock:
@@ -352,7 +357,7 @@ class Model:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_after(self, error)
 
     def _own_session(self) -> Session:
         if self._default is None or self._default.closed:

@@ -5,7 +5,6 @@ Thin Python around the native session: one call per piece of the prompt and one 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 import time
@@ -206,7 +205,10 @@ class Session:
             with self.model.turns:
                 self._history = None
                 self._native.use_plain(False)  # the plain context has one output row
-                return list(self._native.time_rows(list(tokens), n_rows, repeats))
+                try:
+                    return list(self._native.time_rows(list(tokens), n_rows, repeats))
+                finally:
+                    _native.release_team()
 
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
@@ -236,7 +238,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        close_after(self, error)
 
     # Inside
 
@@ -346,7 +348,8 @@ class Generation(Iterator[str]):
     """A running text: iterate for its pieces; `text`, `tokens`, `finish_reason` and `stats` grow with it.
 
     `finish_reason` is None while it runs, then "stop" (end of text or a stop string), "length" (max_tokens or the
-    context's end) or "cancelled". Leaving the loop early is fine: the session can be used again at once.
+    context's end) or "cancelled". Leaving the loop early is fine: the session can be used again at once. Of a character that
+    the end of a text has cut, `tokens` has the first bytes and `text` nothing.
     """
 
     def __init__(self, session: Session, request: _Request) -> None:
@@ -374,16 +377,20 @@ class Generation(Iterator[str]):
         return self
 
     def __next__(self) -> str:
-        with _one_thread_at_a_time():
+        try:
             for piece in self._pieces:
                 if piece:
                     return piece
+        except ValueError as error:
+            raise _as_busy(error) from None
         raise StopIteration
 
     def close(self) -> None:
         """Ends the text here. Idempotent; raises SessionError while another thread is in a round of it."""
-        with _one_thread_at_a_time():
+        try:
             self._pieces.close()
+        except ValueError as error:
+            raise _as_busy(error) from None
         self._finish("cancelled")
 
     def read(self) -> str:
@@ -446,11 +453,13 @@ class Generation(Iterator[str]):
                 stats.accept_s += round_.accept_s
                 stats.generate_s += time.perf_counter() - started
                 yield shown
-            tail = self._stream.finish()
+            tail = self._stream.finish(cut=self.finish_reason != "stop")
             self.text += tail
             yield tail
         finally:
             self._finish("cancelled")
+            _native.release_team()  # the next text may be another thread's
+            stats.waiting = _native.waiting()
             self._remember()
             if session._current is self:  # so that the session goes with its last reference
                 session._current = None
@@ -468,7 +477,7 @@ class Generation(Iterator[str]):
         shown, n_used = "", 0
         for token in tokens:
             n_used += 1
-            if vocab.is_eog(token) and not request.ignore_eos:
+            if not request.ignore_eos and vocab.is_eog(token):
                 self._finish("stop")
                 break
             self.tokens.append(token)
@@ -508,13 +517,19 @@ class Generation(Iterator[str]):
         return first
 
 
-@contextlib.contextmanager
-def _one_thread_at_a_time() -> Iterator[None]:
-    """CPython refuses to enter a generator that runs already, with a ValueError; here in our words."""
+def close_after(resource: Session | Model, error: BaseException | None) -> None:
+    """Leaves a `with` block. The error that ends it, if one does, is told, and not that a thread still generates: that thread
+    is cancelled then, and what it uses goes with its last reference."""
     try:
-        yield
-    except ValueError as error:
-        if str(error) != "generator already executing":
+        resource.close()
+    except SessionError:
+        if error is None:
             raise
-        busy = "the session is generating in another thread: cancel() it and wait for its end"
-        raise SessionError(busy) from None
+        resource.cancel()
+
+
+def _as_busy(error: ValueError) -> Exception:
+    """CPython refuses to enter a generator that runs already, with a ValueError; here in our words."""
+    if str(error) != "generator already executing":
+        return error
+    return SessionError("the session is generating in another thread: cancel() it and wait for its end")

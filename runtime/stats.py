@@ -15,7 +15,10 @@ class Stats:
     `coverage` is the share of the emitted tokens that a compact head has rows for; None with a full head or before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
-    `generate_s` runs from the first token on, without the time the caller spends between pieces.
+    `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
+    drafting nor verifying nor choosing.
+    `waiting` is how OpenMP's threads waited at the end: "spin", "sleep" while others used the processors, "as it is" where the user
+    or the system decides.
 
     >>> stats = Stats(kind="mtp", speculation="on", why="beside the main file", depth=3)
     >>> stats.add_round(n_drafted=3, n_accepted=2)
@@ -40,6 +43,7 @@ class Stats:
     verify_s: float = 0.0
     accept_s: float = 0.0
     coverage: float | None = None
+    waiting: str = ""
     _drafted_at: list[int] = field(default_factory=list)
     _accepted_at: list[int] = field(default_factory=list)
 
@@ -90,10 +94,16 @@ class Stats:
         """Tokens per second after the first one, which the prompt pays for."""
         return (self.n_tokens - 1) / self.generate_s if self.generate_s > 0 and self.n_tokens > 1 else 0.0
 
+    @property
+    def rest_s(self) -> float:
+        """Seconds outside of what the native loop measures: Python, mostly."""
+        return max(0.0, self.generate_s - self.draft_s - self.verify_s - self.accept_s)
+
     def to_json(self) -> dict[str, Any]:
         """The published names, ready for `json.dumps`."""
         data = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         return data | {
+            "rest_s": self.rest_s,
             "accepted_per_position": self.accepted_per_position,
             "rounds_per_depth": self.rounds_per_depth,
             "mean_accepted_length": self.mean_accepted_length,

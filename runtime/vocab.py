@@ -29,6 +29,10 @@ class Vocab:
     def __init__(self, weights: Weights) -> None:
         self._lib = llama()
         self._weights = weights
+        self._pieces: dict[
+            int, bytes
+        ] = {}  # asked for so far: a call into the library costs more than a plain round's rest
+        self._eog: dict[int, bool] = {}
         self.n_tokens: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
     @property
@@ -57,17 +61,17 @@ class Vocab:
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token; nothing for control tokens."""
-        vocab, n_bytes = self._vocab, N_PIECE_BYTES
-        while True:
-            buffer = ctypes.create_string_buffer(n_bytes)
-            n = self._lib.llama_token_to_piece(vocab, token, buffer, n_bytes, 0, False)
-            if n >= 0:
-                return buffer.raw[:n]
-            n_bytes = -n
+        piece = self._pieces.get(token)
+        if piece is None or self._weights.model is None:
+            piece = self._pieces[token] = self._read_piece(token)
+        return piece
 
     def is_eog(self, token: int) -> bool:
         """Whether this token ends the text."""
-        return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+        is_eog = self._eog.get(token)
+        if is_eog is None or self._weights.model is None:
+            is_eog = self._eog[token] = bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+        return is_eog
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of several tokens, broken UTF-8 replaced."""
@@ -97,6 +101,15 @@ class Vocab:
             return str(formatter(messages=[dict(m) for m in messages]).prompt)
         except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
             raise PromptError(f"the file's chat template failed: {error}") from error
+
+    def _read_piece(self, token: int) -> bytes:
+        vocab, n_bytes = self._vocab, N_PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(n_bytes)
+            n = self._lib.llama_token_to_piece(vocab, token, buffer, n_bytes, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            n_bytes = -n
 
     def _spelling(self, token: int) -> str:
         if token < 0:
@@ -128,11 +141,12 @@ class TextStream:
             return self._release(min(ends))
         return self._release(len(self._held) - self._n_undecided())
 
-    def finish(self) -> str:
-        """What was held back, at the end of a text that no stop string ended."""
+    def finish(self, *, cut: bool = False) -> str:
+        """What was held back, at the end of a text that no stop string ended; without the character that the end has `cut`."""
         if self.stopped:
             return ""
-        self._held += self._decoder.decode(b"", final=True)
+        if not cut:
+            self._held += self._decoder.decode(b"", final=True)
         return self._release(len(self._held))
 
     def _n_undecided(self) -> int:

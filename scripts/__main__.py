@@ -40,16 +40,6 @@ def cli() -> None:
     """Convert models with a draft head, run them losslessly and faster, and measure what it gains."""
 
 
-def bound_spinning() -> None:
-    """Lets OpenMP threads spin for a short while only, unless the user has chosen otherwise.
-
-    libgomp's threads spin at every barrier; with another job on the cores that costs most of the speed. It reads this
-    when it is loaded, so it must be set before a command imports llama_cpp.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def fill_closed_streams() -> None:
     """Gives the null device to standard streams that the caller has closed, else a file of ours would get their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
@@ -68,7 +58,6 @@ def main(command: click.Command = cli) -> None:
     """Runs the command line (or one command); our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
     fill_closed_streams()
     end_in_order()
-    bound_spinning()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop

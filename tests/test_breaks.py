@@ -412,3 +412,24 @@ def test_spaces_in_a_list_of_devices_do_not_lose_a_device_s_memory(
     monkeypatch.setattr(placement, "gpus", lambda: gpus)
     monkeypatch.setattr(model, "settings", replace(model.settings, device="CUDA1, CUDA0"))
     assert model._place(None) == placement.ALL_LAYERS
+
+
+def test_an_error_in_a_with_block_is_told_although_a_thread_still_generates(pair_of: PairOf) -> None:
+    started, thread = threading.Event(), None
+
+    def work(session: Session) -> None:
+        for _ in session.generate(PROMPT, max_tokens=200, temperature=0, ignore_eos=True):
+            started.set()
+
+    with (
+        pytest.raises(ZeroDivisionError),
+        load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3) as model,
+        model.session() as session,
+    ):
+        thread = threading.Thread(target=work, args=(session,))
+        thread.start()
+        started.wait(10)
+        1 / 0  # noqa: B018
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive(), "it is cancelled"

@@ -186,9 +186,6 @@ def test_a_mistake_is_one_line_and_exit_code_1(
     pair = pair_of("R")
     words = [word.format(main=pair.main, sidecar=pair.sidecar) for word in arguments]
     monkeypatch.setattr(sys, "argv", ["llama-sidecar", *words])
-    monkeypatch.setenv(
-        "GOMP_SPINCOUNT", os.environ.get("GOMP_SPINCOUNT", "1000")
-    )  # main() sets it: undone here
     with pytest.raises(SystemExit) as end:
         entry.main()
     out, err = capsys.readouterr()

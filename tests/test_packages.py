@@ -216,18 +216,6 @@ def test_every_command_has_help() -> None:
         assert done.exit_code == 0 and len(done.output.splitlines()) > 5, name
 
 
-@pytest.mark.parametrize(
-    ("user", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, "None")],
-)
-def test_command_bounds_spinning_unless_the_user_has_chosen(user: dict[str, str], expected: str) -> None:
-    code = "import os; from llama_sidecar.scripts import __main__ as m; m.bound_spinning(); print(os.environ.get('GOMP_SPINCOUNT'))"
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    } | user
-    assert python(code, environment=environment) == f"{expected}\n"
-
-
 @from_wheel
 def test_demo_from_a_wheel_says_where_the_checkpoint_is(tmp_path: Path) -> None:
     done = command("demo", cwd=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def test_bytes_one_by_one_give_whole_characters(text: str) -> None:
 
 def test_broken_utf8_is_replaced_and_not_held_for_ever() -> None:
     assert shown([b"a\xff", b"b\xe6\x97"], [])[0] == ["a\ufffd", "b", "\ufffd"]
+
+
+def test_a_text_that_is_cut_ends_before_the_character_that_the_end_cuts() -> None:
+    stream = TextStream(["STOP"])
+    assert stream.push("a日ST".encode()) == "a日"
+    assert stream.push("本".encode()[:2]) + stream.finish(cut=True) == "ST"
+    stream = TextStream(["STOP"])
+    assert stream.push(b"a ST") + stream.finish(cut=True) == "a ST"
 
 
 @pytest.mark.parametrize(
@@ -95,3 +104,17 @@ def test_the_paths_of_files_may_hold_any_character(tmp_path: Path, pair_of: Pair
     (folder / "mtp-main.gguf").write_bytes(pair.sidecar.read_bytes())
     with load(folder / "main.gguf", ctx=256, threads=1, depth=3) as model:
         assert model.kind == "mtp"
+
+
+def test_max_tokens_inside_a_character_leaves_no_replacement_character(pair_of: PairOf) -> None:
+    """The tiny vocabulary is bytes: most random text is broken UTF-8, and its last character is often cut."""
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+        n_cut = 0
+        for n in range(1, 40):
+            whole = model.generate("hello", max_tokens=n, temperature=0, ignore_eos=True)
+            whole.read()
+            ids = bytes(model.vocab.piece(token)[0] for token in whole.tokens)
+            shown = codecs.getincrementaldecoder("utf-8")("replace").decode(ids)
+            assert whole.text == shown
+            n_cut += whole.text != ids.decode("utf-8", "replace")
+    assert n_cut, "choose another prompt"

@@ -11,6 +11,7 @@
 #include "session.h"
 #include "smallbatch/bindings.h"
 #include "turns.h"
+#include "waiting.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -60,6 +61,11 @@ NB_MODULE(_native, m) {
             return nb::bytes(text.data(), text.size());
         },
         "llama.cpp's errors in this thread since the last call.");
+    m.def("release_team", &release_team, nb::call_guard<nb::gil_scoped_release>(),
+          "Ends the OpenMP threads that wait for this thread's next product.");
+    m.def("waiting", [] { return Waiting::of_process().state(); },
+          "How OpenMP's threads wait: 'spin', 'sleep' (others use the processors), or 'as it is' set by the user or the system.");
+    m.def("should_sleep", &should_sleep, "room"_a, "n_threads"_a, "sleeping"_a);
     m.def("drafter_kinds", &drafter_kinds);
     m.def(
         "argmax",
@@ -96,7 +102,7 @@ NB_MODULE(_native, m) {
 
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<Turns>(m, "Turns", "A fair lock, as a context manager: sessions of one model take turns at compute.")
-        .def(nb::init<>())
+        .def(nb::init<int>(), "n_threads"_a = 1)
         .def("__enter__", &Turns::take, no_gil)
         .def(
             "__exit__", [](Turns & self, const nb::args &) { self.pass(); },
@@ -116,6 +122,7 @@ NB_MODULE(_native, m) {
                 options.script = script;
                 options.n_right = n_right;
                 new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr);
+                release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
             "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
             "ids"_a = std::vector<llama_token>(), "script"_a = std::vector<llama_token>(), "n_right"_a = 0)

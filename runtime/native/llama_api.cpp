@@ -80,11 +80,20 @@ void bind(void * handle) {
                                      "_Z29llama_internal_get_tensor_mapPK11llama_model"});
     find.optional(found.tensor_n_bytes, {"ggml_nbytes"});
     find.optional(found.tensor_set, {"ggml_backend_tensor_set"});
+    if (dlsym(handle, "__kmpc_fork_call") == nullptr) {  // LLVM's and Intel's have it, libgomp has not
+        find.optional(found.gomp_parallel, {"GOMP_parallel"});
+        find.optional(found.omp_pause_resource_all, {"omp_pause_resource_all"});
+    }
     if (!find.missing.empty()) {
         throw LibraryError("the loaded llama.cpp library lacks " + find.missing);
     }
     bound = found;
     is_bound = true;
+}
+
+void release_team() {
+    constexpr int soft = 1;  // omp_pause_soft
+    if (bound.omp_pause_resource_all != nullptr) bound.omp_pause_resource_all(soft);
 }
 
 const LlamaApi & api() {

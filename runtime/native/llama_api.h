@@ -93,11 +93,21 @@ struct LlamaApi {
     const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);
     size_t (*tensor_n_bytes)(const ggml_tensor *);
     void (*tensor_set)(ggml_tensor *, const void * data, size_t offset, size_t n_bytes);
+
+    // of the OpenMP runtime that the library computes on; null unless that is libgomp
+    void (*gomp_parallel)(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
+    int (*omp_pause_resource_all)(int kind);
 };
 
 // Looks every function up in the loaded library `handle` (what dlopen returned). Throws LibraryError that names all
 // missing symbols; a failed bind leaves an earlier one in place.
 void bind(void * handle);
+
+// Ends the OpenMP threads that wait for the calling thread's next product; it makes new ones (0.1 ms). libgomp gives each
+// thread that computes a team of its own, and while the process has more of them than processors every wait in any of them
+// goes to sleep at once instead of spinning: small models run several times slower. So who has computed and is not to go
+// on at once gives its team back. Does nothing on other runtimes.
+void release_team();
 
 // The bound library. Throws LibraryError when bind() has not succeeded yet.
 const LlamaApi & api();

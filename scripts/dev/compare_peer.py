@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from llama_sidecar.runtime import load
 from llama_sidecar.runtime.bench import p_accept
 from llama_sidecar.runtime.prompts import read_prompts
 
-ENVIRONMENT = dict(os.environ)  # llama-server's: as the user has it
+BETWEEN_S = 0.05  # OpenMP's threads spin for 16 ms after a run, on the next one's processors
 CODE = Path(__file__).parents[1] / "prompts" / "code.jsonl"
 
 
@@ -59,7 +58,7 @@ def serving(args: argparse.Namespace, *, speculative: bool) -> Iterator[int]:
         if args.synthetic_length:
             command += ["--spec-synth-len", args.synthetic_length]
     process = subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+        [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         for _ in range(240):
@@ -119,10 +118,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     ):
         for pair in range(-1, args.pairs):  # the first is warm-up
             tokens = prompts[max(pair, 0) % len(prompts)].tokens(model)
+            time.sleep(BETWEEN_S)
             peer_plain = ask(plain_port, tokens, args)
+            time.sleep(BETWEEN_S)
             ours_plain = plain.generate(tokens, max_tokens=args.n, temperature=0, ignore_eos=True)
             ours_plain.read()
+            time.sleep(BETWEEN_S)
             peer_spec = ask(spec_port, tokens, args)
+            time.sleep(BETWEEN_S)
             if coin is None:
                 ours_spec = spec.generate(tokens, max_tokens=args.n, temperature=0, ignore_eos=True)
             else:
@@ -194,8 +197,6 @@ def main() -> None:
     parser.add_argument("--kernels", default="stock", help="ours: stock or ours")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    if "OMP_WAIT_POLICY" not in os.environ:  # ours: as `llama-sidecar` sets it, before OpenMP is loaded
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     result = compare(args)
     print(
         f"| {result['main']}, depth {result['depth']} | plain tok/s | speculative tok/s | speed-up | acceptance |"

@@ -1,0 +1,123 @@
+#include "waiting.h"
+
+#include <sched.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+#include "llama_api.h"
+
+namespace sidecar {
+
+namespace {
+
+constexpr std::chrono::milliseconds between_looks{250};  // /proc/stat counts hundredths of a second
+
+// The processors that this process may use, and the seconds that they have been idle, waiting for a disk or taken by the
+// hypervisor; no processors where that cannot be known.
+struct Processors {
+    int n = 0;
+    double idle_s = 0.0;
+};
+
+Processors processors() {
+    Processors found;
+#ifdef __linux__
+    cpu_set_t usable;
+    if (sched_getaffinity(0, sizeof usable, &usable) != 0) return found;
+    std::FILE * file = std::fopen("/proc/stat", "re");
+    if (file == nullptr) return found;
+    char line[512];
+    while (std::fgets(line, sizeof line, file) != nullptr) {
+        int cpu = 0;
+        long long idle = 0, disk = 0, stolen = 0;
+        if (line[3] < '0' || line[3] > '9') continue;  // the sum of all comes first
+        if (std::sscanf(line, "cpu%d %*d %*d %*d %lld %lld %*d %*d %lld", &cpu, &idle, &disk, &stolen) != 4) continue;
+        if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &usable)) continue;
+        found.n += 1;
+        found.idle_s += double(idle + disk + stolen) / double(sysconf(_SC_CLK_TCK));
+    }
+    std::fclose(file);
+#endif
+    return found;
+}
+
+double own_seconds() {
+    timespec used{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+    return double(used.tv_sec) + 1e-9 * double(used.tv_nsec);
+}
+
+}  // namespace
+
+struct Waiting::Parked {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool wanted = true;
+
+    // A thread's team goes with the thread.
+    static void park(const std::shared_ptr<Parked> & parked, unsigned n_threads) {
+        std::thread([parked, n_threads] {
+            api().gomp_parallel([](void *) {}, nullptr, n_threads, 0);
+            std::unique_lock<std::mutex> lock(parked->mutex);
+            parked->changed.wait(lock, [&] { return !parked->wanted; });
+        }).detach();
+    }
+
+    void end() {
+        const std::lock_guard<std::mutex> lock(mutex);
+        wanted = false;
+        changed.notify_all();
+    }
+};
+
+Waiting & Waiting::of_process() {
+    static Waiting & waiting = *new Waiting;  // never destroyed: the parked thread may outlive static objects
+    return waiting;
+}
+
+Waiting::Waiting() : looked_at_(std::chrono::steady_clock::now()), ours_s_(own_seconds()) {
+    const Processors found = processors();
+    n_cpus_ = found.n;
+    idle_s_ = found.idle_s;
+    works_ = n_cpus_ > 0 && api().gomp_parallel != nullptr && std::getenv("OMP_WAIT_POLICY") == nullptr &&
+             std::getenv("GOMP_SPINCOUNT") == nullptr;
+}
+
+void Waiting::look(int n_threads) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    if (!works_ || now - looked_at_ < between_looks) return;
+    const double seconds = std::chrono::duration<double>(now - looked_at_).count();
+    const double idle_s = processors().idle_s, ours_s = own_seconds();
+    const double room = (idle_s - idle_s_ + ours_s - ours_s_) / seconds;
+    looked_at_ = now;
+    idle_s_ = idle_s;
+    ours_s_ = ours_s;
+    sleep(should_sleep(room, std::min(n_threads, n_cpus_), sleeping_));
+}
+
+void Waiting::sleep(bool wanted) {
+    if (wanted == sleeping_) return;
+    sleeping_ = wanted;
+    if (wanted) {
+        parked_ = std::make_shared<Parked>();
+        Parked::park(parked_, unsigned(n_cpus_) + 1);
+    } else {
+        parked_->end();
+        parked_.reset();
+    }
+}
+
+std::string Waiting::state() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!works_) return "as it is";
+    return sleeping_ ? "sleep" : "spin";
+}
+
+}  // namespace sidecar
