@@ -167,7 +167,7 @@ def costs_key(model: Model) -> str:
         "depth": model.depth,
         "threads": settings.n_threads,
         "flash_attn": settings.flash_attn,
-        "kernels": settings.kernels,
+        "kernels": sorted(t.name for t in model.kernels.ours),
         "cache_types": [settings.cache_type_k, settings.cache_type_v],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

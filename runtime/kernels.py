@@ -14,11 +14,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from . import _native
 from .library import llama
 
+MAX_ROWS = 8  # of a product
 TRIAL_BYTES = 48 << 20  # of weights per pass: more than most caches hold
 TRIAL_SHAPE = (1024, 2048)  # values in, values out; a row is a multiple of every block
 _lock = threading.Lock()
@@ -83,17 +85,24 @@ def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[
 class Trial:
     """How long products with weights of one type took, a pass over all of them, in seconds, at each number of rows.
 
-    `ours_s` by the small-batch device, `stock_s` by llama.cpp's CPU backend with the weights repacked for it.
+    `ours_s` by the small-batch device, `stock_s` by llama.cpp's CPU backend with the weights repacked for it. The weights
+    were matrices of `shape` (values in, values out), `n_bytes` in all.
     """
 
     type: Type
+    shape: tuple[int, int]
+    n_bytes: int
     n_rows: tuple[int, ...]
     ours_s: tuple[float, ...]
     stock_s: tuple[float, ...]
 
     @property
     def ours_gains(self) -> float:
-        """How many times as fast ours is: the geometric mean over the numbers of rows."""
+        """How many times as fast ours is: the geometric mean over the numbers of rows.
+
+        >>> Trial(Type.Q8_0, (1024, 2048), 1 << 20, (1, 4), (1.0, 1.0), (2.0, 8.0)).ours_gains
+        4.0
+        """
         ratios = [stock / ours for stock, ours in zip(self.stock_s, self.ours_s, strict=True)]
         return math.prod(ratios) ** (1 / len(ratios))
 
@@ -103,27 +112,36 @@ def try_out(
     *,
     n_rows: Sequence[int],
     threads: int,
+    shape: tuple[int, int] = TRIAL_SHAPE,
+    n_bytes: int = TRIAL_BYTES,
     repeats: int = 4,
-    n_bytes: int | None = None,
+    repacked: bool = True,
 ) -> Trial:
-    """Times products with made-up weights of `type`, by ours and by the CPU backend in turns; about half a second.
+    """Times passes over made-up weights of `type`, by ours and by the CPU backend in turns; a third of a second.
 
     Args:
         n_rows: numbers of rows, 1 to 8: what matters is 1 and depth + 1.
         threads: CPU threads.
+        shape: values in and out of each matrix.
+        n_bytes: of weights read in a pass.
         repeats: passes of each, of which the fastest counts.
-        n_bytes: of weights read in a pass (default: `TRIAL_BYTES`).
+        repacked: whether the CPU backend may repack its weights, as it does when llama.cpp loads a file.
 
     Raises:
-        ValueError: `type` has no kernels here (see `types()`).
+        ValueError: `type` has no kernels here (see `types()`), or its blocks do not fit into rows of `shape`.
 
     Example:
         >>> try_out(Type.Q4_K, n_rows=(1, 4), threads=8).ours_gains > 1      # doctest: +SKIP
         True
     """
-    if Type(type) not in types():
-        raise ValueError(f"{Type(type).name} has no small-batch kernels here: {problem() or 'not that type'}")
+    type = Type(type)
+    if type not in types():
+        raise ValueError(f"{type.name} has no small-batch kernels here: {problem() or 'not that type'}")
+    if shape[0] % GGML_QUANT_SIZES[type][0] or min(shape) < 1:
+        raise ValueError(
+            f"{shape[0]} values are no blocks of {type.name} ({GGML_QUANT_SIZES[type][0]} values each)"
+        )
     ours_s, stock_s = _native.smallbatch_trial(
-        int(type), *TRIAL_SHAPE, n_bytes or TRIAL_BYTES, list(n_rows), threads, repeats
+        int(type), *shape, n_bytes, list(n_rows), threads, repeats, repacked
     )
-    return Trial(Type(type), tuple(n_rows), tuple(ours_s), tuple(stock_s))
+    return Trial(type, shape, n_bytes, tuple(n_rows), tuple(ours_s), tuple(stock_s))

@@ -25,12 +25,13 @@ from llama_sidecar.sidecars import (
     kind_from_name,
     open_main,
     open_sidecar,
+    read_model,
     survey,
 )
 from llama_sidecar.sidecars.compact import Compact, open_compact
 from llama_sidecar.sidecars.errors import CompactGiven
 
-from . import heads, placement
+from . import heads, kernel_choice, placement
 from ._native import Turns, drafter_kinds
 from .costs import costs_for
 from .draft_vocab import DraftVocab
@@ -40,7 +41,7 @@ from .pace import Pace
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session, close_after
 from .vocab import Vocab
-from .weights import MAX_DEPTH, Settings, Weights
+from .weights import MAX_DEPTH, Settings, Weights, repacks
 
 AUTO = "auto"
 AUTO_DEPTH = (
@@ -75,7 +76,7 @@ def load(
     flash_attn: str = "auto",
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
-    kernels: str = "stock",
+    kernels: str = kernel_choice.DEFAULT,
     draft_vocab: int | str = "auto",
     learn: bool = False,
     force: bool = False,
@@ -98,8 +99,8 @@ def load(
         batch: prompt tokens per decode.
         flash_attn: "auto", "on" or "off".
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
-        kernels: "stock" computes with llama.cpp's own; "ours" computes products of up to 8 rows on the CPU with kernels whose
-            rows are equal to the bit at every width.
+        kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
+            to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
             "auto" cuts large vocabularies to 32,768, "full" cuts none.
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
@@ -231,12 +232,20 @@ class Model:
         # A head that has all tokens has nothing to learn, and one that was given is not cut anew.
         self.learns = learn and compact_head is not None and compact_head is not sidecar
         embedded = speculation.path == main.path and head is None
+        self.kernels = kernel_choice.choose(
+            settings.kernels,
+            [main.header, *([read_model(head)] if head else [])],
+            max_rows=self.depth + 1,
+            threads=settings.n_threads,
+            gpu_layers=self.gpu_layers,
+            repacked=repacks(),
+        )
         self.weights = Weights(
             main.path,
             with_head=embedded,
             n_gpu_layers=self.gpu_layers,
             device=settings.device,
-            kernels=settings.kernels,
+            ours=self.kernels.ours,
         )
         self.head_weights = self.weights
         if head is not None:
@@ -248,7 +257,7 @@ class Model:
                 with_head=True,
                 n_gpu_layers=n_layers,
                 device=settings.device,
-                kernels=settings.kernels,
+                ours=self.kernels.ours,
                 writable=compact_head is not None,
             )
         if compact_head is not None:

@@ -38,6 +38,7 @@ def provenance(model: Model) -> dict[str, Any]:
         "drafter": drafter,
         "machine": machine(),
         "backend": backend(model),
+        "kernels": model.kernels.to_json(),
         "threads": settings.n_threads,
         "gpu_layers": model.gpu_layers,
         "ctx": model.n_ctx,

@@ -361,6 +361,7 @@ class Generation(Iterator[str]):
             speculation="on" if request.depth else "off",
             why=session.why if request.depth or not session.depth else "depth 0 was asked for",
             depth=request.depth,
+            kernels=str(session.model.kernels),
             n_prompt=len(request.tokens),
         )
         self._session = session

@@ -14,6 +14,7 @@ class Stats:
     `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
     `coverage` is the share of the emitted tokens that a compact head has rows for; None with a full head or before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
+    `kernels` says what computes small products on the CPU, and why.
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
     drafting nor verifying nor choosing.
@@ -30,6 +31,7 @@ class Stats:
     speculation: str
     why: str
     depth: int
+    kernels: str = "stock"
     n_prompt: int = 0
     n_reused: int = 0
     n_rounds: int = 0

@@ -9,15 +9,16 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType as Type
 
-from . import _native, placement
+from . import _native, kernel_choice, placement
 from . import kernels as small_batch
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
@@ -29,7 +30,7 @@ MAX_DEPTH = 64
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
 
-KERNELS = {"stock": 0, "ours": 1}
+KERNELS = {name: i for i, name in enumerate(kernel_choice.NAMES)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Settings:
     flash_attn: str = "auto"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    kernels: str = "stock"
+    kernels: str = kernel_choice.DEFAULT
 
     def __post_init__(self) -> None:
         placement.choice("flash attention", self.flash_attn, placement.FLASH_ATTN)
@@ -85,11 +86,11 @@ class Weights:
         with_head: also load the MTP tensors in it.
         n_gpu_layers: how many of the last layers go to a GPU.
         device: llama.cpp device names, comma separated, or None for all.
-        kernels: "ours" computes products of up to 8 rows with the small-batch kernels, where all layers are on the CPU.
+        ours: types whose products of up to 8 rows the small-batch kernels compute; all layers are then on the CPU.
         writable: for `set_rows`: in memory of their own and as they lie in the file.
 
     Raises:
-        LoadError: our kernels were asked for and cannot be had; or llama.cpp refuses the file; its own last message is in the text.
+        LoadError: llama.cpp refuses the file; its own last message is in the text.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Weights:
         with_head: bool,
         n_gpu_layers: int,
         device: str | None,
-        kernels: str = "stock",
+        ours: Collection[Type] = (),
         writable: bool = False,
     ) -> None:
         lib = llama()
@@ -113,7 +114,7 @@ class Weights:
         if devices is not None:
             params.devices = address(devices)
         forget_errors()
-        with self._placing(kernels, n_gpu_layers):
+        with small_batch.placing(ours) if ours else contextlib.nullcontext():
             self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
             raise LoadError(f"llama.cpp cannot load {path}: {last_error()}")
@@ -129,18 +130,6 @@ class Weights:
             LibraryError: this llama.cpp does not show a model's weights.
         """
         _native.set_rows(address(self.model), name, list(rows), data.tobytes())
-
-    @staticmethod
-    def _placing(kernels: str, n_gpu_layers: int) -> contextlib.AbstractContextManager[object]:
-        if kernels == "stock":
-            return contextlib.nullcontext()
-        if n_gpu_layers:
-            raise LoadError(
-                f"our kernels run on the CPU, but {n_gpu_layers} layers go to a GPU (--gpu-layers 0)"
-            )
-        if problem := small_batch.problem():
-            raise LoadError(f"our kernels cannot be had: {problem} (--kernels stock)")
-        return small_batch.placing()
 
     def close(self) -> None:
         """Frees the weights. Idempotent."""

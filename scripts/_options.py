@@ -17,6 +17,7 @@ import click
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
 from llama_sidecar.runtime.costs import costs_key, recall
 from llama_sidecar.runtime.heads import counts_for
+from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS
@@ -137,9 +138,9 @@ _LOAD_OPTIONS = (
     click.option(
         "--kernels",
         type=click.Choice([*KERNELS]),
-        default="stock",
+        default=KERNELS_DEFAULT,
         show_default=True,
-        help="ours: products of up to 8 rows on the CPU by kernels whose rows are equal to the bit at every width.",
+        help="What computes products of up to 8 rows on the CPU: llama.cpp (stock), kernels whose rows are equal to the bit at every width (ours), or the faster (auto).",
     ),
     click.option(
         "--draft-vocab",

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.markup import escape
 from rich.table import Table
 
-from llama_sidecar.sidecars import KINDS
-from llama_sidecar.sidecars.errors import printable
+from llama_sidecar.runtime.kernel_choice import recall
+from llama_sidecar.runtime.kernels import kernel_set, types
+from llama_sidecar.runtime.llm import AUTO_DEPTH
+from llama_sidecar.runtime.placement import default_threads
+from llama_sidecar.sidecars import KINDS, read_model
+from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
 from llama_sidecar.sidecars.inspection import Report, inspect
 
 from ._console import tables
@@ -27,12 +32,13 @@ def command(file: Path, as_json: bool) -> None:
     "same trunk, unverified"; "unverified" means that nothing contradicts, as with files made by other converters.
     """
     report = inspect(file)
+    kernels = _kernels(report)
     if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2))
+        click.echo(json.dumps(report.to_json() | {"kernels": kernels}, indent=2))
         return
     console = tables()
     console.print(_facts(report))
-    console.print(_types(report))
+    console.print(_types(report, kernels))
     console.print(_neighbours(report) if report.neighbours else _nothing_beside(report))
 
 
@@ -70,13 +76,30 @@ def _what_it_is(report: Report) -> str:
     return f"a main model with its {kind.title} head inside"
 
 
-def _types(report: Report) -> Table:
+def _kernels(report: Report) -> dict[str, dict[str, Any]]:
+    """By type: our kernels for it on this processor, and how many times as fast they were where that is remembered."""
+    try:
+        sets = {type.name: kernel_set(type) for type in types()}
+        header = read_model(report.path)
+        trials = recall(header, max_rows=AUTO_DEPTH + 1, threads=default_threads()) if sets else ()
+    except LlamaSidecarError:  # no llama.cpp here: nothing runs at all
+        return {}
+    gains = {trial.type.name: trial.ours_gains for trial in trials}
+    used = (use.type for use in report.types)
+    return {type: {"set": sets[type], "ours_gains": gains.get(type)} for type in used if type in sets}
+
+
+def _types(report: Report, kernels: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="types", title_justify="left")
     table.add_column("type")
     for name in ("tensors", "parameters", "size"):
         table.add_column(name, justify="right")
+    table.add_column("our kernels here")
     for use in report.types:
-        table.add_row(use.type, str(use.n_tensors), f"{use.n_elements:,}", _bytes(use.n_bytes))
+        found = kernels.get(use.type)
+        gains = f", {found['ours_gains']:.1f} times as fast" if found and found["ours_gains"] else ""
+        ours = f"{found['set']}{gains}" if found else "none"
+        table.add_row(use.type, str(use.n_tensors), f"{use.n_elements:,}", _bytes(use.n_bytes), ours)
     return table
 
 

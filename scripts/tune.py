@@ -111,4 +111,7 @@ def _summary(tuning: Tuning) -> str:
     sampling = f"temperature {tuning.temperature:g}" if tuning.temperature else "greedy"
     texts = f"{len(tuning.prompts)} prompts, {tuning.n} tokens a text, {sampling}"
     machine = f"{tuning.source['machine']['cpu']}, {tuning.source['threads']} threads"
-    return f"{table(head, rows)}\n\n{texts}; right by position: {acceptance}; {machine}\n{tuning.verdict}"
+    kernels = f"kernels: {tuning.source['kernels']['chosen']}"
+    return (
+        f"{table(head, rows)}\n\n{texts}; right by position: {acceptance}; {machine}\n{kernels}\n{tuning.verdict}"
+    )

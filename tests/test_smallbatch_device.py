@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 300).tolist()
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[models.Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> models.Pair:
     """A recurrent pair in F32 whose rows are 256 values, as K-quants need."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"N_EMBD": 256, "N_FF": 256, "HEAD_DIM": 64, "SSM_STATE": 64}.items():
             patch.setattr(models, name, value)
-        yield models.write_pair(tmp_path_factory.mktemp("wide"), recurrent=True)
+        return models.write_pair(tmp_path_factory.mktemp("wide"), recurrent=True)
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +204,15 @@ def test_plain_and_speculative_text_are_equal(pair_of: Any) -> None:
         assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
-def test_a_trial_times_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_times_both() -> None:
     set_verbose(False)
-    monkeypatch.setattr(kernels, "TRIAL_BYTES", 1 << 20)
-    trial = kernels.try_out(T.Q4_K, n_rows=(1, 4), threads=2, repeats=2)
+    trial = kernels.try_out(T.Q4_K, n_rows=(1, 4), threads=2, repeats=2, shape=(512, 96), n_bytes=1 << 20)
     assert len(trial.ours_s) == len(trial.stock_s) == 2
     assert trial.ours_gains > 0
     with pytest.raises(ValueError, match="Q2_K has no small-batch kernels"):
         kernels.try_out(T.Q2_K, n_rows=(1,), threads=1)
+    with pytest.raises(ValueError, match="100 values are no blocks of Q8_0"):
+        kernels.try_out(T.Q8_0, n_rows=(1,), threads=1, shape=(100, 8))
 
 
 BESIDE = """

@@ -17,8 +17,11 @@ from gguf import GGMLQuantizationType as Type
 
 from llama_sidecar.runtime import _native, kernels, placement
 from llama_sidecar.runtime.library import set_verbose
+from llama_sidecar.runtime.weights import repacks
 
 ORDER = ("Q8_0", "BF16", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "IQ4_NL", "IQ4_XS", "F16", "F32")
+
+SHAPE = (1024, 16384)  # large, so that all else a pass takes does not show
 
 
 def roofline(n_bytes: int, threads: int, repeats: int) -> float:
@@ -56,7 +59,13 @@ def command(
     print(f"{n_threads} threads, memory {top / 1e9:.1f} GB/s; per type and rows: GB/s (share of memory) v(n)")
     for name in names:
         trial = kernels.try_out(
-            Type[name], n_rows=n_rows, threads=n_threads, repeats=repeats, n_bytes=n_bytes
+            Type[name],
+            n_rows=n_rows,
+            threads=n_threads,
+            shape=SHAPE,
+            repeats=repeats,
+            n_bytes=n_bytes,
+            repacked=repacks(),
         )
         top = max(top, roofline(n_bytes, n_threads, repeats))
         print(f"{name}, {kernels.kernel_set(Type[name])}: {trial.ours_gains:.2f} times the stock speed")

@@ -101,11 +101,11 @@ void bind_smallbatch(nb::module_ & m) {
     m.def(
         "smallbatch_trial",
         [](int32_t type, int64_t n_in, int64_t n_out, size_t n_bytes, const std::vector<int> & n_rows, int n_threads,
-           int repeats) {
-            const Times times = run_trial({type, n_in, n_out, n_bytes, n_threads, repeats}, n_rows);
+           int repeats, bool repacked) {
+            const Times times = run_trial({type, n_in, n_out, n_bytes, n_threads, repeats, repacked}, n_rows);
             return std::pair(times.ours, times.stock);
         },
-        "type"_a, "n_in"_a, "n_out"_a, "n_bytes"_a, "n_rows"_a, "n_threads"_a, "repeats"_a,
+        "type"_a, "n_in"_a, "n_out"_a, "n_bytes"_a, "n_rows"_a, "n_threads"_a, "repeats"_a, "repacked"_a,
         nb::call_guard<nb::gil_scoped_release>(),
         "Seconds of the fastest pass over n_bytes of weights, for each number of rows: by the device, and by the CPU "
         "backend.");

@@ -38,8 +38,9 @@ std::string resolve(void * handle, Library & library) {
     find(library.new_tensor_2d, "ggml_new_tensor_2d");
     find(library.view_1d, "ggml_view_1d");
     find(library.mul_mat, "ggml_mul_mat");
+    find(library.scale, "ggml_scale");
     find(library.set_name, "ggml_set_name");
-    find(library.new_graph, "ggml_new_graph");
+    find(library.new_graph, "ggml_new_graph_custom");
     find(library.build_forward_expand, "ggml_build_forward_expand");
     find(library.graph_compute, "ggml_backend_graph_compute");
     find(library.alloc_tensors, "ggml_backend_alloc_ctx_tensors_from_buft");

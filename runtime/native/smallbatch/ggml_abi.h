@@ -157,8 +157,9 @@ struct Library {
     Tensor * (*new_tensor_2d)(Context *, int32_t type, int64_t, int64_t);
     Tensor * (*view_1d)(Context *, Tensor *, int64_t n, size_t offset);
     Tensor * (*mul_mat)(Context *, Tensor *, Tensor *);
+    Tensor * (*scale)(Context *, Tensor *, float);
     Tensor * (*set_name)(Tensor *, const char *);
-    Graph * (*new_graph)(Context *);
+    Graph * (*new_graph)(Context *, size_t n_most_nodes, bool gradients);
     void (*build_forward_expand)(Graph *, Tensor *);
     int32_t (*graph_compute)(Backend *, Graph *);
     Buffer * (*alloc_tensors)(Context *, BufferType *);

@@ -24,7 +24,7 @@ using BufferPtr = std::unique_ptr<Buffer, Free<Buffer, &Library::buffer_free>>;
 using BackendPtr = std::unique_ptr<Backend, Free<Backend, &Library::backend_free>>;
 
 constexpr int64_t n_probe_rows = 512;  // what llama.cpp's loader asks with
-constexpr size_t context_bytes = 1 << 20;
+constexpr size_t context_bytes = 1 << 20, graphs_bytes = 16 << 20;
 constexpr size_t most_matrices = 256;
 constexpr uint8_t filling = 0x11;  // a small number in every type
 
@@ -43,7 +43,8 @@ BufferType * stock_buffer_type(const Library & lib, Device * cpu, const Trial & 
     Tensor * weights = lib.new_tensor_2d(context.get(), trial.type, trial.n_in, trial.n_out);
     Tensor * x = lib.new_tensor_2d(context.get(), type_f32, trial.n_in, n_probe_rows);
     Tensor * product = lib.mul_mat(context.get(), weights, x);
-    for (BufferType ** type = extra == nullptr ? nullptr : extra(cpu); type != nullptr && *type != nullptr; ++type) {
+    const bool none = extra == nullptr || !trial.repacked;
+    for (BufferType ** type = none ? nullptr : extra(cpu); type != nullptr && *type != nullptr; ++type) {
         const BufferPtr empty(lib.alloc_buffer(*type, 0));
         weights->buffer = empty.get();
         if (lib.supports_op(cpu, product)) return *type;
@@ -51,36 +52,44 @@ BufferType * stock_buffer_type(const Library & lib, Device * cpu, const Trial & 
     return lib.cpu_buffer_type();
 }
 
-void set_n_threads(const Library & lib, Device * device, Backend * backend, int n_threads) {
+BackendPtr make_backend(const Library & lib, Device * device, int n_threads) {
     using Set = void (*)(Backend *, int);
+    BackendPtr backend(made(lib.device_init(device, nullptr)));
     const auto set = reinterpret_cast<Set>(lib.proc_address(lib.device_registry(device), "ggml_backend_set_n_threads"));
-    if (set != nullptr) set(backend, n_threads);
+    if (set != nullptr) set(backend.get(), n_threads);
+    return backend;
 }
 
-// The weights, and for each number of rows a graph of their products, in one backend.
+// The weights, and for each number of rows the graphs of a pass.
 class Contestant {
   public:
     Contestant(const Library & lib, const Trial & trial, const std::vector<int> & n_rows, bool ours) : lib_(lib) {
-        Device * device = ours ? registered_device() : lib.device_by_type(device_cpu);
-        backend_.reset(made(lib.device_init(device, nullptr)));
-        set_n_threads(lib, device, backend_.get(), trial.n_threads);
-        add_weights(trial, ours ? weights_buffer_type() : stock_buffer_type(lib, device, trial));
-        for (int n : n_rows) add_graph(trial.n_in, n);
+        Device * cpu = lib.device_by_type(device_cpu);
+        cpu_ = make_backend(lib, cpu, trial.n_threads);
+        if (ours) device_ = make_backend(lib, registered_device(), trial.n_threads);
+        add_weights(trial, ours ? weights_buffer_type() : stock_buffer_type(lib, cpu, trial));
+        for (int n : n_rows) add_pass(trial.n_in, n);
     }
 
     // Seconds of one pass with the i-th number of rows.
     double pass(size_t i) {
         const auto start = std::chrono::steady_clock::now();
-        if (lib_.graph_compute(backend_.get(), graphs_[i].graph) != status_success)
-            throw std::runtime_error("ggml failed to compute a trial of products");
+        for (const Step & step : passes_[i].steps) {
+            if (lib_.graph_compute(step.backend, step.graph) != status_success)
+                throw std::runtime_error("ggml failed to compute a trial of products");
+        }
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     }
 
   private:
-    struct Rows {
+    struct Step {
+        Backend * backend;
+        Graph * graph;
+    };
+    struct Pass {
         ContextPtr context;
         BufferPtr buffer;
-        Graph * graph;
+        std::vector<Step> steps;
     };
 
     void add_weights(const Trial & trial, BufferType * type) {
@@ -94,23 +103,36 @@ class Contestant {
         for (Tensor * matrix : weights_) lib_.tensor_set(matrix, bytes.data(), 0, bytes.size());
     }
 
-    void add_graph(int64_t n_in, int n_rows) {
-        ContextPtr context(made(lib_.init({context_bytes, nullptr, true})));
+    void add_pass(int64_t n_in, int n_rows) {
+        ContextPtr context(made(lib_.init({graphs_bytes, nullptr, true})));
         Tensor * x = lib_.new_tensor_2d(context.get(), type_f32, n_in, n_rows);
-        Graph * graph = made(lib_.new_graph(context.get()));
-        for (Tensor * matrix : weights_) lib_.build_forward_expand(graph, lib_.mul_mat(context.get(), matrix, x));
+        std::vector<Step> steps;
+        const auto add = [&](Backend * backend, Tensor * tensor, bool is_new) {
+            if (is_new) steps.push_back({backend, made(lib_.new_graph(context.get(), 2 * most_matrices, false))});
+            lib_.build_forward_expand(steps.back().graph, tensor);
+        };
+        std::vector<Tensor *> inputs;
+        for (size_t i = 0; i < weights_.size(); ++i) {
+            if (i % 2 == 0) inputs.push_back(lib_.scale(context.get(), x, 0.5f));
+        }
+        for (size_t i = 0; i < weights_.size(); ++i) {
+            Tensor * input = inputs[i / 2];
+            if (i % 2 == 0) add(cpu_.get(), input, device_ != nullptr || i == 0);
+            Tensor * product = lib_.mul_mat(context.get(), weights_[i], input);
+            add(device_ != nullptr ? device_.get() : cpu_.get(), product, device_ != nullptr && i % 2 == 0);
+        }
         BufferPtr buffer(made(lib_.alloc_tensors(context.get(), lib_.cpu_buffer_type())));
         const std::vector<float> ones(size_t(n_in * n_rows), 1.0f);
         lib_.tensor_set(x, ones.data(), 0, 4 * ones.size());
-        graphs_.push_back({std::move(context), std::move(buffer), graph});
+        passes_.push_back({std::move(context), std::move(buffer), std::move(steps)});
     }
 
     const Library & lib_;
-    BackendPtr backend_;
+    BackendPtr cpu_, device_;
     ContextPtr context_;
     BufferPtr buffer_;
     std::vector<Tensor *> weights_;
-    std::vector<Rows> graphs_;
+    std::vector<Pass> passes_;
 };
 
 }  // namespace
