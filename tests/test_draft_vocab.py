@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from llama_sidecar.runtime import Model, Session, heads, load
 from llama_sidecar.runtime.draft_vocab import DraftVocab
 from llama_sidecar.runtime.errors import LoadError
+from llama_sidecar.runtime.library import set_verbose
 from llama_sidecar.runtime.reference import Context, contexts
 from llama_sidecar.runtime.weights import make_draft_context
 from llama_sidecar.sidecars import open_sidecar, read_header
@@ -311,3 +313,22 @@ def test_a_compact_sidecar_of_another_model_is_refused(pair: models.Pair, tmp_pa
         load(large.main, compact_of("small", range(64)))
     with pytest.raises(PairMismatch, match="text of token 257"):
         load(large.main, tmp_path / "compact-text.gguf")
+
+
+def test_the_draft_context_takes_one_layer_s_cells_and_one_row_of_logits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By llama.cpp's own log. With an output row for each of a batch's 128 rows, logits alone would be 34 MB."""
+    pair = models.write_pair(tmp_path, layers=4, n_vocab=66_000)
+    with load(pair.main, ctx=4096, threads=1, depth=3, draft_vocab="full") as model:
+        set_verbose(True)
+        capfd.readouterr()
+        with closing(
+            Context(make_draft_context(model.head_weights, model.settings, n_ctx=4096), masked=True)
+        ):
+            log = capfd.readouterr().err
+        set_verbose(False)
+    sizes = {what: float(mib) for what, mib in re.findall(r"(\w+) buffer size = +([0-9.]+) MiB", log)}
+    cells = 4096 * 2 * models.N_KV * models.HEAD_DIM * 2 / 2**20  # K and V, two bytes each
+    assert sizes["KV"] == pytest.approx(cells, rel=0.01)
+    assert sizes["output"] < 1 and sizes["compute"] < 4
