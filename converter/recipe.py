@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as GGMLType
 
-from llama_sidecar.converter.config import Key
 from llama_sidecar.converter.errors import UnknownType
 from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.compact import NARROW_BLOCK, NARROW_VOCAB
@@ -276,12 +276,12 @@ def head_warnings(tensors: Mapping[str, tuple[GGMLType, int]]) -> list[str]:
     ]
 
 
-def model_of(arch: str, file_keys: Mapping[str, Key]) -> Model:
+def model_of(arch: str, file_keys: Mapping[str, Any]) -> Model:
     """What a file's keys say of the model; of what differs by layer, the first layer's value counts."""
 
     def value(name: str, default: int) -> int:
         found = file_keys.get(f"{arch}.{name}", default)
-        return int(found[0] if isinstance(found, list) else found)
+        return int(found if isinstance(found, int) else found[0])
 
     n_heads = value("attention.head_count", 0)
     n_kv_heads = value("attention.head_count_kv", n_heads)

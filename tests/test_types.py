@@ -38,6 +38,14 @@ MATRIX, DENSE = (64, 256), Model(n_layers=24, n_experts=0, n_gqa=1)
 SAME_ARITHMETIC = platform.machine() in ("x86_64", "AMD64")
 FITTED = [kind for kind in TYPES if GGML_QUANT_SIZES[main_recipe(kind).base][0] > 1 and kind != "Q8_0"]
 
+needs_peer = pytest.mark.skipif(
+    "PEER_DIR" not in os.environ, reason="asks llama-quantize itself, where PEER_DIR says it is"
+)
+
+
+def llama_quantize() -> Path:
+    return Path(os.environ["PEER_DIR"]) / "build" / "bin" / "llama-quantize"
+
 
 def stored(family: str, name: str) -> dict[str, Any]:
     return json.loads((LISTINGS / f"{family}-{name}.json").read_text(encoding="utf-8"))
@@ -103,16 +111,13 @@ def test_llama_cpp_computes_with_every_type(short: tuple[str, Path], kind: str, 
     model.close()
 
 
-@pytest.mark.skipif(
-    "PEER_DIR" not in os.environ, reason="asks llama-quantize itself, where PEER_DIR says it is"
-)
+@needs_peer
 @pytest.mark.parametrize("kind", TYPES)
 def test_files_are_those_that_llama_quantize_writes_now(
     short: tuple[str, Path], kind: str, tmp_path: Path
 ) -> None:
     """All keys and tensors, from our F32 file and from our BF16 file."""
-    program = Path(os.environ["PEER_DIR"]) / "build" / "bin" / "llama-quantize"
-    _, checkpoint = short
+    program, (_, checkpoint) = llama_quantize(), short
     ours = as_ggml_sees(convert(checkpoint, tmp_path, kind, name="m").main)
     for source in ("F32", "BF16"):
         main = convert(checkpoint, tmp_path / source, source, name="m").main
@@ -151,6 +156,27 @@ def test_every_family_has_types_that_fit_at_every_name(arch: str, variant: str) 
                 assert (
                     not shape or (shape[-1] if len(shape) > 1 else 1) % GGML_QUANT_SIZES[types[name]][0] == 0
                 )
+
+
+@needs_peer
+@pytest.mark.parametrize("arch, variant", VARIANTS)
+def test_every_family_has_the_types_that_llama_quantize_gives_it_now(
+    arch: str, variant: str, tmp_path: Path
+) -> None:
+    """All but `indexer.proj`, which the peer's converter keeps at F32, and so do we; its quantizer does not."""
+    full = convert(make_checkpoint(tmp_path, arch, variant), tmp_path / "full", "F32", "F32", name="m")
+    assert full.main and full.sidecar
+    for kind in TYPES:
+        for path, but in ((full.main, ()), (full.sidecar, VOCABULARY)):
+            header = read_header(path)
+            shapes = [(name, info.shape[::-1]) for name, info in header.tensors.items()]
+            found = main_recipe(kind).types(shapes, model_of(header.arch, header.keys))
+            ours = {
+                name: type.name for name, type in found.items() if type != GGMLType.F32 and name not in but
+            }
+            theirs = types_of(quantize(llama_quantize(), path, tmp_path / "peer.gguf", kind))
+            kept = {n: t for n, t in theirs.items() if n not in but and not n.endswith("indexer.proj.weight")}
+            assert ours == kept, kind
 
 
 def tiny_names(arch: str, variant: str) -> frozenset[str]:
