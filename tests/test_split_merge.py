@@ -195,6 +195,9 @@ def test_one_key_of_both(ours: dict[str, Any], theirs: dict[str, Any], merged: A
         ({"n": [7, 8]}, {"n": [7, 9, 9]}),
         ({"n": 7}, {"n": [7, 8, 9]}),
         ({"n": [7, 8]}, {}),
+        ({"n": [7, 8]}, {"n": [7.0, 8.0, 9.5]}),
+        ({"n": [7, 8]}, {"n": ["7", "8", "9"]}),
+        ({"n": [7, 8]}, {"n": "7"}),
     ],
 )
 def test_keys_that_contradict_each_other_are_all_named(

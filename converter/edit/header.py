@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGUFValueType
+from numpy.typing import NDArray
 
 from llama_sidecar.converter.writer import Tensor
 from llama_sidecar.sidecars import GGUFHeader, StringArray, keys
@@ -127,3 +128,8 @@ def same_value(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, np.ndarray) or isinstance(theirs, np.ndarray):
         return np.array_equal(ours, theirs)
     return bool(ours == theirs)
+
+
+def holds(types: Types, values: NDArray[Any]) -> bool:
+    """Whether an array of a key's type can hold these values."""
+    return np.array_equal(values.astype(_LAYOUTS[types[1]]), values)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llama_sidecar.converter.edit.header import Keys, Value, same_value
+from llama_sidecar.converter.edit.header import Keys, Value, holds, same_value
 from llama_sidecar.sidecars import keys
 
 ARRAYS_OF_THEIR_OWN = (
@@ -119,17 +119,18 @@ def _joined(
             return ours or theirs
         return None
     head = _blocks(theirs, n_layers, total)
-    if head is None and name in names.heads_default:
+    if head is None and theirs is None and name in names.heads_default:
         head = np.full(n_heads, names.heads_default[name])
     trunk = _blocks(ours or theirs, 0, n_layers)
     if trunk is None or head is None or (theirs and not same_value(trunk, _blocks(theirs, 0, n_layers))):
         return None
-    return arrays[0], np.concatenate([trunk, head])
+    joined = np.concatenate([trunk, head])
+    return (arrays[0], joined) if holds(arrays[0], joined) else None
 
 
 def _blocks(key: Value | None, start: int, stop: int) -> Any:
-    """The values for blocks start..stop: a part of an array, or the one value that holds for all."""
-    if key is None:
-        return None
-    value = key[1]
-    return value[start:stop] if isinstance(value, np.ndarray) else np.full(stop - start, value)
+    """The values for blocks start..stop: a part of an array, or the one number that holds for all; None without any."""
+    value = None if key is None else key[1]
+    if isinstance(value, np.ndarray):
+        return value[start:stop]
+    return np.full(stop - start, value) if isinstance(value, (bool, int, float)) else None

@@ -7,32 +7,32 @@ would be taken for the same, so a head that is not proven to belong there keeps 
 from __future__ import annotations
 
 from llama_sidecar.converter.edit.header import Keys, text, texts, uint
-from llama_sidecar.sidecars import MainFile, Sidecar, keys
+from llama_sidecar.sidecars import GGUFHeader, MainFile, Sidecar, keys
+from llama_sidecar.sidecars.sidecar import fingerprint
 
-OF_HEAD = (
-    keys.MERGED_TRUNK,
-    keys.MERGED_ROWS,
-    keys.GRAFT_TRUNK,
-    keys.REQUANT_FROM,
-)  # in a main file, of its head
+WAYS = (keys.GRAFT_TRUNK, keys.REQUANT_FROM)  # what became of a head, in whichever file it is
+MERGED = (keys.MERGED_TRUNK, keys.MERGED_ROWS)  # a head's own fingerprints, in a main file
 
 
 def without_head(main: Keys) -> Keys:
     """A main file's keys without those that speak of the head it had."""
-    return {name: value for name, value in main.items() if name not in OF_HEAD}
+    return {name: value for name, value in main.items() if name not in (*WAYS, *MERGED)}
 
 
 def of_split(whole_keys: Keys, whole: MainFile) -> Keys:
-    """The keys of a sidecar that was inside a main file: its own fingerprints where it has any, else the main file's."""
-    trunk = whole_keys[keys.MERGED_TRUNK][1] if keys.MERGED_TRUNK in whole_keys else whole.trunk
-    rows = whole_keys[keys.MERGED_ROWS][1] if keys.MERGED_ROWS in whole_keys else whole.rows
+    """The keys of a sidecar that was inside a main file: its own fingerprints where it has any, else the main file's.
+
+    Raises WrongKey and BadFingerprint.
+    """
+    trunk = _fingerprint(whole.header, keys.MERGED_TRUNK, whole.trunk)
+    rows = _fingerprint(whole.header, keys.MERGED_ROWS, whole.rows)
     return _with_fingerprints(whole_keys, trunk, rows)
 
 
 def of_merge(joined: Keys, main: MainFile, sidecar: Sidecar, sidecar_keys: Keys) -> Keys:
     """The keys of a main file with a head that was a sidecar: what is known of the head, where the main file does not say the same."""
     result = without_head(joined)
-    result |= {name: value for name, value in sidecar_keys.items() if name in OF_HEAD}
+    result |= {name: value for name, value in sidecar_keys.items() if name in WAYS}
     for name, ours, theirs in (
         (keys.MERGED_TRUNK, main.trunk, sidecar.trunk),
         (keys.MERGED_ROWS, main.rows, sidecar.rows),
@@ -43,26 +43,37 @@ def of_merge(joined: Keys, main: MainFile, sidecar: Sidecar, sidecar_keys: Keys)
 
 
 def of_graft(sidecar_keys: Keys, main: MainFile, sidecar: Sidecar) -> Keys:
-    """The keys of a head on another trunk than it was trained with: it fits that one, and says which one it comes from."""
-    first = sidecar_keys.get(keys.GRAFT_TRUNK, text(sidecar.trunk or ""))
-    return _with_fingerprints(sidecar_keys, main.trunk, main.rows) | {keys.GRAFT_TRUNK: first}
+    """The keys of a head on another trunk than it was trained with: it fits that one, and says which one it comes from.
+
+    Raises WrongKey and BadFingerprint.
+    """
+    first = _fingerprint(sidecar.header, keys.GRAFT_TRUNK, sidecar.trunk)
+    return _with_fingerprints(sidecar_keys, main.trunk, main.rows) | {keys.GRAFT_TRUNK: text(first or "")}
 
 
-def of_requant(sidecar_keys: Keys, steps: list[str]) -> Keys:
-    """A sidecar's keys with the types that its values have been through, such as "Q8_0 -> Q4_K", after those of earlier times."""
+def of_requant(sidecar_keys: Keys, header: GGUFHeader, steps: list[str]) -> Keys:
+    """A sidecar's keys with the types its values have been through, such as "Q8_0 -> Q4_K", after those of earlier times.
+
+    Raises WrongKey.
+    """
     if not steps:
         return sidecar_keys
-    earlier = list(sidecar_keys[keys.REQUANT_FROM][1]) if keys.REQUANT_FROM in sidecar_keys else []
-    return sidecar_keys | {
-        keys.FORMAT: uint(keys.FORMAT_VERSION),
-        keys.REQUANT_FROM: texts([*earlier, *steps]),
-    }
+    earlier = header.strings(keys.REQUANT_FROM) if keys.REQUANT_FROM in header.keys else ()
+    told = {keys.FORMAT: uint(keys.FORMAT_VERSION), keys.REQUANT_FROM: texts([*earlier, *steps])}
+    return sidecar_keys | told
 
 
 def _with_fingerprints(file_keys: Keys, trunk: str | None, rows: str | None) -> Keys:
-    own = (keys.FORMAT, keys.FINGERPRINT_TRUNK, keys.FINGERPRINT_ROWS, keys.MERGED_TRUNK, keys.MERGED_ROWS)
+    own = (keys.FORMAT, keys.FINGERPRINT_TRUNK, keys.FINGERPRINT_ROWS, *MERGED)
     result = {name: value for name, value in file_keys.items() if name not in own}
     known = {keys.FINGERPRINT_TRUNK: trunk, keys.FINGERPRINT_ROWS: rows}
     added = {name: text(value) for name, value in known.items() if value}
     has_any = bool(added) or any(name.startswith("sidecar.") for name in result)
     return result | ({keys.FORMAT: uint(keys.FORMAT_VERSION)} if has_any else {}) | added
+
+
+def _fingerprint(header: GGUFHeader, name: str, default: str | None) -> str | None:
+    """A fingerprint of a head's own, None where it says that there is none; the default where it says nothing."""
+    if name not in header.keys:
+        return default
+    return fingerprint(header, name) if header.string(name) else None

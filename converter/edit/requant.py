@@ -7,7 +7,7 @@ ids. A draft at fewer bits differs now and then, which costs speed and never the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ def requant(
     tensors = [
         Retyped(info, types[name]) if name in types else Stored(info) for name, info in header.tensors.items()
     ]
-    file_keys = origin.of_requant(_keys(header, block, types.values()), _steps(changed, types))
+    file_keys = origin.of_requant(_keys(header, block, types.values()), header, _steps(changed, types))
     _, own_type = name_and_type(header)
     path = out / _name(source, type_name or own_type)
 
@@ -116,9 +116,8 @@ def _types(source: Sidecar | Compact, block: Recipe | None, vocabulary: Recipe |
 
 def _of_recipe(header: GGUFHeader, infos: list[TensorInfo], recipe: Recipe) -> dict[str, GGMLType]:
     """What a recipe makes of tensors, without those that it leaves alone and those of that type already."""
-    values = {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in header.keys.items()}
     shapes = [(info.name, info.shape[::-1]) for info in infos]
-    model = model_of(header.arch, values)
+    model = model_of(header.arch, dict(_integers(header)))
     types = recipe.types(shapes, model)
     # What every recipe has as F32 it leaves alone.
     narrower = recipe if recipe.base != GGMLType.F32 else sidecar_recipe("F16")
@@ -128,6 +127,15 @@ def _of_recipe(header: GGUFHeader, infos: list[TensorInfo], recipe: Recipe) -> d
         for info in infos
         if info.name not in left_alone and types[info.name] != info.type
     }
+
+
+def _integers(header: GGUFHeader) -> Iterator[tuple[str, int | list[int]]]:
+    """The keys that are integers or lists of them, as a recipe takes them."""
+    for name, value in header.keys.items():
+        if isinstance(value, int):
+            yield name, value
+        elif isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu":
+            yield name, value.tolist()
 
 
 def _steps(changed: Iterable[TensorInfo], types: Mapping[str, GGMLType]) -> list[str]:
