@@ -10,7 +10,6 @@ ARCHITECTURE = "general.architecture"
 NAME = "general.name"
 SIZE_LABEL = "general.size_label"
 FILE_TYPE = "general.file_type"
-QUANTIZATION_VERSION = "general.quantization_version"
 ALIGNMENT = "general.alignment"
 
 BLOCK_COUNT = "{arch}.block_count"

@@ -33,7 +33,9 @@ from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint  #
 # Families whose heads transformers holds no code for, but for the block: what the head's last norm is called, whether
 # its block attends to a window, and whether it takes the hidden row before the trunk's last norm, as llama.cpp's does.
 BLOCKS = {
+    "deepseek32": ("shared_head.norm", False, False),
     "glm4moelite": ("shared_head.norm", False, False),
+    "glm_dsa": ("shared_head.norm", False, False),
     "hy_v3": ("final_layernorm", False, False),
     "mimo2": ("final_layernorm", True, True),
 }
@@ -115,6 +117,9 @@ def _block_logits(
         }
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = n_layers + 1
+    config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's heads attend to all positions
+    if "indexer_types" in config:
+        config["indexer_types"].append("full")
     if is_windowed:
         config["layer_types"] = [*config["layer_types"], "sliding_attention"]
         config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense"]
@@ -146,6 +151,7 @@ def _block_logits(
     mask = torch.where(seen, 0.0, float("-inf"))[None, None]
     rotary = trunk.rotary_emb(x, positions, **kind)
     x = block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+    x = x[0] if isinstance(x, tuple) else x
     output = weights.get(f"{head}shared_head.head.weight", weights["lm_head.weight"])
     logits: torch.Tensor = (rms(x, norm) @ output.T)[0, -1]
     return logits
