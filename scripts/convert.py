@@ -42,7 +42,8 @@ NONE = "none"
     "--sidecar-type",
     type=click.Choice([*TYPES], case_sensitive=False),
     metavar="TYPE",
-    help="Type of all the sidecar's weights.  [default: Q8_0, with the vocabulary's matrices at Q4_0]",
+    help="Type of the sidecar's weights, of the same list, whatever the main file's is.  [default: Q8_0, with the "
+    "vocabulary's matrices at Q4_0]",
 )
 @click.option(
     "--draft-vocab",
