@@ -9,6 +9,7 @@ memory. All this changes how much is accepted, never what.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -88,7 +89,7 @@ class DraftVocab:
         return [(int(row), self.ids[row]) for row in np.flatnonzero(self._changed > since)]
 
     def _give_rows(self, tokens: list[int]) -> None:
-        old = list(self._spare.items())[: len(tokens)]
+        old = list(itertools.islice(self._spare.items(), len(tokens)))
         rows = [row for _, row in old]
         try:
             for name, data in read_rows(self._source, self._head, tokens).items():
