@@ -14,7 +14,9 @@ import copy
 import json
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,20 +26,37 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint  # noqa: E402
 
-# Families whose heads transformers holds no code for, but for the block: what the head's last norm is called, whether
-# its block attends to a window, and whether it takes the hidden row before the trunk's last norm, as llama.cpp's does.
+
+@dataclass(frozen=True)
+class Head:
+    """How a head is computed that transformers has only the block's code for.
+
+    `norm` is its last norm, `is_windowed` its block's attention, `is_before_norm` whether it takes the hidden row before
+    the trunk's last norm, as llama.cpp's graph does, `shift` what is added to its norms' weights.
+    """
+
+    norm: str = "shared_head.norm"
+    output: str = "shared_head.head"
+    is_windowed: bool = False
+    is_before_norm: bool = False
+    shift: float = 0.0
+
+
 BLOCKS = {
-    "deepseek32": ("shared_head.norm", False, False),
-    "glm4moelite": ("shared_head.norm", False, False),
-    "glm_dsa": ("shared_head.norm", False, False),
-    "hy_v3": ("final_layernorm", False, False),
-    "mimo2": ("final_layernorm", True, True),
+    "deepseek32": Head(),
+    "glm4moelite": Head(),
+    "glm_dsa": Head(),
+    "hy_v3": Head("final_layernorm"),
+    "mimo2": Head("final_layernorm", is_windowed=True, is_before_norm=True),
+    "step35": Head(output="shared_head.output", is_windowed=True, is_before_norm=True, shift=1.0),
 }
 
 
@@ -60,18 +79,19 @@ def main(only: str | None, out: Path) -> None:
             ) as error:  # another spelling of the same weights: the peer's bytes vouch for it
                 print(f"{name}: transformers does not read it: {str(error).splitlines()[0]}")
                 continue
-            text = model.config.get_text_config()
             found = model(torch.tensor([LOGITS_PROMPT]), output_hidden_states=True)
             trunk.add(name, found.logits[0, -1])
             if arch in BLOCKS:
-                head.add(name, _block_logits(model, checkpoint, *BLOCKS[arch]))
-            elif getattr(text, "num_mtp_layers", None):
+                head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
+            elif getattr(model.config.get_text_config(), "num_mtp_layers", None):
                 head.add(name, _head_logits(model, found.hidden_states[-1]))
     trunk.write()
     head.write()
 
 
 def _load(checkpoint: Path) -> Any:
+    if json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"] == "step3p5":
+        return _StepText(checkpoint).eval()
     model, found = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -103,9 +123,7 @@ def _head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _block_logits(
-    model: Any, checkpoint: Path, norm: str, is_windowed: bool, is_before_norm: bool
-) -> torch.Tensor:
+def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
     """The logits of the first head's block, run as one more layer of the trunk, with the head's own parts around it."""
     n_layers = model.config.num_hidden_layers
     weights = load_file(checkpoint / "model.safetensors")
@@ -120,9 +138,11 @@ def _block_logits(
     config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's heads attend to all positions
     if "indexer_types" in config:
         config["indexer_types"].append("full")
-    if is_windowed:
+    if kind.is_windowed and len(config["layer_types"]) == n_layers:
         config["layer_types"] = [*config["layer_types"], "sliding_attention"]
         config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense"]
+    elif kind.is_windowed:  # the lists go on for the head
+        config["num_nextn_predict_layers"] -= 1
     longer = checkpoint.with_name("longer")
     longer.mkdir()
     (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -135,26 +155,62 @@ def _block_logits(
     handle = model.model.layers[-1].register_forward_hook(lambda _, __, out: found.update(hidden=out))
     hidden = model.model(tokens).last_hidden_state
     handle.remove()
-    hidden = found["hidden"] if is_before_norm else hidden
+    hidden = found["hidden"] if kind.is_before_norm else hidden
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
         eps = model.config.rms_norm_eps
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weights[f"{head}{name}.weight"]
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return normed * (weights[f"{head}{name}.weight"] + kind.shift)
 
     embedded = weights.get(f"{head}embed_tokens.weight", weights["model.embed_tokens.weight"])
     x = embedded[torch.tensor([[*LOGITS_PROMPT[1:], DRAFT_TOKEN]])]
     x = torch.cat([rms(x, "enorm"), rms(hidden, "hnorm")], -1) @ weights[f"{head}eh_proj.weight"].T
     positions = torch.arange(1, n + 1)[None]
-    kind = {"layer_type": "sliding_attention"} if is_windowed else {}
+    windowed = {"layer_type": "sliding_attention"} if kind.is_windowed else {}
     distance = torch.arange(n)[:, None] - torch.arange(n)[None]
-    seen = (distance >= 0) & (distance < (model.config.sliding_window if is_windowed else n))
+    seen = (distance >= 0) & (distance < (model.config.sliding_window if kind.is_windowed else n))
     mask = torch.where(seen, 0.0, float("-inf"))[None, None]
-    rotary = trunk.rotary_emb(x, positions, **kind)
+    rotary = trunk.rotary_emb(x, positions, **windowed)
     x = block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
     x = x[0] if isinstance(x, tuple) else x
-    output = weights.get(f"{head}shared_head.head.weight", weights["lm_head.weight"])
-    logits: torch.Tensor = (rms(x, norm) @ output.T)[0, -1]
+    output = weights.get(f"{head}{kind.output}.weight", weights["lm_head.weight"])
+    logits: torch.Tensor = (rms(x, kind.norm) @ output.T)[0, -1]
     return logits
+
+
+class _StepText(torch.nn.Module):
+    """The text model of Step-3.7, which transformers only offers together with its vision tower."""
+
+    def __init__(self, checkpoint: Path):
+        super().__init__()
+        self.config = Step3p7TextConfig(
+            **json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        )
+        self.config._attn_implementation = "eager"
+        self.model = Step3p7TextModel(self.config)
+        weights = {name: t.float() for name, t in load_file(checkpoint / "model.safetensors").items()}
+        self.output = weights.pop("lm_head.weight")
+        renamed = {
+            "moe.gate.weight": "mlp.gate.weight", "moe.router_bias": "mlp.gate.e_score_correction_bias",
+            "moe.down_proj.weight": "mlp.experts.down_proj", "share_expert.": "mlp.shared_experts.",
+        }  # fmt: skip
+        state = {}
+        for name, tensor in weights.items():
+            if name.endswith("moe.gate_proj.weight"):
+                both = [tensor, weights[name.replace("gate_proj", "up_proj")]]
+                name, tensor = (
+                    name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj"),
+                    torch.cat(both, 1),
+                )
+            for stored, own in renamed.items():
+                name = name.replace(stored, own)
+            state[name.removeprefix("model.")] = tensor
+        wanted = self.model.state_dict().keys()
+        self.model.load_state_dict({name: tensor for name, tensor in state.items() if name in wanted})
+
+    def forward(self, tokens: torch.Tensor, **_: Any) -> SimpleNamespace:
+        hidden = self.model(tokens).last_hidden_state
+        return SimpleNamespace(logits=hidden @ self.output.T, hidden_states=[hidden])
 
 
 class _Stored:
