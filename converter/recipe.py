@@ -87,6 +87,9 @@ def without_imatrix(where: Where) -> Where:
 ROLES = {
     "output": re.compile(r"^output\.weight$"),
     "embeddings": re.compile(r"^(per_layer_)?token_embd\.weight$"),
+    "head's vocabulary": re.compile(
+        r"\.nextn\.(embed_tokens|shared_head_head)\.weight$"
+    ),  # upstream: any matrix
     "value": re.compile(r"attn_(qkv|kv_b|v)\.weight"),
     "key": re.compile(r"attn_k\.weight"),
     "mixed": re.compile(r"attn_output\.weight"),
@@ -204,8 +207,8 @@ class Recipe:
             role, n_cols = role_of(name), shapes[name][-1]
             if not self._has_blocks:
                 kind = self.mix.base
-            elif role in ("output", "embeddings"):
-                kind = self._of_vocabulary(role == "output" or tied, n_cols)
+            elif role in ("output", "embeddings", "head's vocabulary"):
+                kind = self._of_vocabulary(role == "output" or (role == "embeddings" and tied), n_cols)
             else:
                 # With experts the layer counts, else the tensors before it: not every layer need have one (`layer_info`).
                 i = layer if role == "down" and model.n_experts > 1 else seen[role]

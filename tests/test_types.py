@@ -244,12 +244,11 @@ def test_random_models_for_speed_have_the_types_of_converted_ones(kind: str) -> 
 
 
 def test_default_sidecar_is_q8_0_with_a_q4_0_vocabulary() -> None:
-    shapes = [("blk.4.attn_q.weight", MATRIX), ("token_embd.weight", MATRIX), ("output.weight", MATRIX)]
-    assert [type.name for type in sidecar_recipe(None).types(shapes, DENSE).values()] == [
-        "Q8_0",
-        "Q4_0",
-        "Q4_0",
-    ]
+    vocabulary = ("nextn.embed_tokens", "nextn.shared_head_head")  # a head may have its own
+    names = ["blk.4.attn_q.weight", *VOCABULARY, *(f"blk.4.{name}.weight" for name in vocabulary)]
+    shapes = [(name, MATRIX) for name in names]
+    types = sidecar_recipe(None).types(shapes, DENSE)
+    assert [type.name for type in types.values()] == ["Q8_0", "Q4_0", "Q4_0", "Q4_0", "Q4_0"]
     assert set(sidecar_recipe("BF16").types(shapes, DENSE).values()) == {GGMLType.BF16}
 
 
