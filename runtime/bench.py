@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from .costs import expected_tokens
 from .errors import LoadError, PromptError
 from .llm import Model
 from .lossless import first_divergence, top_two_margin
-from .pace import expected_tokens
 from .prompts import Prompt, prompts_hash
 from .provenance import provenance
 from .session import Generation, Session
@@ -421,7 +421,9 @@ class _Bench:
                 seed=seed,
                 ignore_eos=self._coin is not None,
             )
-        for _ in generation:
+        text_ends = False
+        while not text_ends:
+            text_ends = next(generation, None) is None
             if n_other is not None:
                 self._progress(n_other + len(generation.tokens), 2 * self._n_pairs * report.n)
         return generation

@@ -1,9 +1,10 @@
 """What a round costs here: measured in a few seconds, remembered in the user's cache folder, handed to pace.
 
-Measured in turns: each turn times every part (a plain row, each width of a verification, the drafts), so that a machine that
-drifts drifts for all of them. Medians count, or the fastest third where something else ran meanwhile. What a part costs
-depends on shapes and types, not on weights: the key under which costs are kept is made of those, the machine, the library
-and the settings. Knows nothing of acceptance, and decides nothing.
+Measured on real rounds, whose drafts stand by a coin: one row now and then repeated by itself is faster than one between a
+drafter's steps. Plain decoding and every depth take turns, so that a machine that drifts drifts for all of them. Medians
+count, or the fastest third where something else ran meanwhile. What a part costs depends on shapes and types, not on weights:
+the key under which costs are kept is made of those, the machine, the library and the settings. Knows nothing of acceptance,
+and decides nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -30,28 +31,44 @@ if TYPE_CHECKING:
     from .llm import Model
     from .session import Session
 
-BUDGET_S = 5.0
+BUDGET_S = 4.5  # what is promised is 5, and the last turn may take a little longer than the one before
 MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change, and a bad hour shall be forgotten
 MAX_TURNS = 15
+MAX_DEPTHS = 9  # measured in a turn; those between are interpolated
 N_CTX = 512
-N_ROUNDS = 3  # drafted rounds timed in each turn
-SLOW_ROW_S = 0.05  # for slower rows, the 0.2 ms of a first decode's new graph are not worth a second decode
+N_CELLS = 128  # to twice as many are in the context, where that is quickly read: attention is dear beside a small model's weights
+N_ROUNDS = 3  # in a row at each depth: the first makes new graphs
+SLOW_ROW_S = 0.05  # for slower rows, the 0.2 ms of a first round's new graphs are not worth further ones
+COIN = 0.5  # some rounds then follow on one with many drafts that stood, and some on one with none
+WEAK = 0.1  # of an opinion against a measurement
+N_FITS = 30
 CALM = 1.15  # a median so far above the fastest third was disturbed
-SCHEMA = 1
+SCHEMA = 2
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
 
 import csv
 import sys
 
 # Every row has the same columns; the first one names them. Empty cells are left out of the mean.
-'''  # of equal tokens a mixture of experts would need few experts
+'''
 # How OpenMP's threads wait: on a busy machine it decides what a decode costs, and many small steps above all.
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_PROC_BIND")
 
-Part = tuple[str, int]  # ("plain", 1), ("rows", n) or ("draft", depth); ("other", 1) comes with the drafts
-Samples = dict[Part, list[float]]  # seconds
-_PLAIN: Part = ("plain", 1)
-_OTHER: Part = ("other", 1)
+
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """E(k): tokens a round emits on average, the target's own included.
+
+    Args:
+        acceptance: (k,) the chance that each draft stands when all before it do.
+
+    >>> expected_tokens([0.5, 0.5])
+    1.75
+    """
+    n_expected = chance = 1.0
+    for accepted in acceptance:
+        chance *= accepted
+        n_expected += chance
+    return n_expected
 
 
 @dataclass(frozen=True)
@@ -61,9 +78,12 @@ class Costs:
     Args:
         plain_s: a decode of one row in a session that never drafts.
         verify_s: (max_depth + 1,) decodes of 1, 2, ... rows, all of them output, in a session that drafts.
-        first_draft_s: the first draft of a round: the head over the rows accepted before and the last token.
+        first_draft_s: the first draft of a round that follows on one in which no draft stood.
         draft_step_s: each further draft.
-        other_s: everything else (choosing, text), per emitted token.
+        catch_up_s: what the first draft takes longer for each draft of the round before that stood.
+        overhead_s: everything else in a round, whatever it emits.
+        token_s: everything else, for each token emitted (choosing it, its text).
+        change_s: what the first round at another depth takes longer (llama.cpp makes new graphs).
         n_threads: CPU threads these were measured with.
         key: what they were measured on, see `costs_key`.
 
@@ -73,19 +93,29 @@ class Costs:
     >>> costs = Costs(plain_s=1.0, verify_s=(1.1, 1.5, 1.75), first_draft_s=0.25, draft_step_s=0.125)
     >>> [costs.round_s(depth) for depth in range(3)]
     [1.0, 1.75, 2.125]
+    >>> costs.speedup([0.75])
+    1.0
     """
 
     plain_s: float
     verify_s: tuple[float, ...]
     first_draft_s: float
     draft_step_s: float
-    other_s: float = 0.0
+    catch_up_s: float = 0.0
+    overhead_s: float = 0.0
+    token_s: float = 0.0
+    change_s: float = 0.0
     n_threads: int = 0
     key: str = ""
 
     def __post_init__(self) -> None:
-        seconds = (self.plain_s, *self.verify_s, self.first_draft_s, self.draft_step_s)
-        if len(self.verify_s) < 2 or not all(math.isfinite(s) and s > 0 for s in seconds) or self.other_s < 0:
+        positive = (self.plain_s, *self.verify_s, self.first_draft_s, self.draft_step_s)
+        seconds = (*positive, self.catch_up_s, self.overhead_s, self.token_s, self.change_s)
+        if (
+            len(self.verify_s) < 2
+            or not all(math.isfinite(s) and s >= 0 for s in seconds)
+            or not all(positive)
+        ):
             raise ValueError(f"these are no costs: {self}")
 
     @property
@@ -93,13 +123,25 @@ class Costs:
         """The greatest depth whose verification is covered."""
         return len(self.verify_s) - 1
 
-    def draft_s(self, depth: int) -> float:
-        """Seconds of the drafter in a round."""
-        return self.first_draft_s + (depth - 1) * self.draft_step_s if depth else 0.0
+    def draft_s(self, depth: int, n_stood: float = 0.0) -> float:
+        """Seconds of the drafter in a round that follows on one in which `n_stood` drafts stood."""
+        if not depth:
+            return 0.0
+        return self.first_draft_s + (depth - 1) * self.draft_step_s + n_stood * self.catch_up_s
 
-    def round_s(self, depth: int) -> float:
-        """Seconds of drafter and target in a round; at depth 0 of a plain round."""
-        return self.verify_s[depth] + self.draft_s(depth) if depth else self.plain_s
+    def round_s(self, depth: int, n_stood: float = 0.0) -> float:
+        """Seconds of a round but for its tokens' own; at depth 0 of a plain round."""
+        target_s = self.verify_s[depth] if depth else self.plain_s
+        return target_s + self.draft_s(depth, n_stood) + self.overhead_s
+
+    def seconds_per_token(self, acceptance: Sequence[float]) -> float:
+        """Seconds a token takes on average in rounds with as many drafts as `acceptance` has positions; none is plain."""
+        n_tokens = expected_tokens(acceptance)
+        return self.round_s(len(acceptance), n_tokens - 1) / n_tokens + self.token_s
+
+    def speedup(self, acceptance: Sequence[float]) -> float:
+        """Speed of such rounds over plain decoding's."""
+        return self.seconds_per_token(()) / self.seconds_per_token(acceptance)
 
     def to_json(self) -> dict[str, Any]:
         """Ready for `json.dumps`."""
@@ -111,9 +153,11 @@ class Costs:
         try:
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']!r} is not {SCHEMA}")
-            names = ("plain_s", "first_draft_s", "draft_step_s", "other_s")
+            seconds = [
+                field.name for field in fields(cls) if field.name.endswith("_s") and field.name != "verify_s"
+            ]
             return cls(
-                **{name: float(data[name]) for name in names},
+                **{name: float(data[name]) for name in seconds},
                 verify_s=tuple(float(s) for s in data["verify_s"]),
                 n_threads=int(data["n_threads"]),
                 key=str(data["key"]),
@@ -223,63 +267,94 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         model.session(ctx=N_CTX, spec_type="none", learn=False) as plain,
         model.session(ctx=N_CTX, depth=depth, learn=False) as drafting,
     ):
-        samples = _measure(plain, drafting, tokens, depth, deadline)
-    return _costs(samples, depth, n_threads=model.settings.n_threads, key=costs_key(model))
+        plain_rounds, rounds = _measure(plain, drafting, tokens, depth, deadline)
+    return _costs(plain_rounds, rounds, depth, n_threads=model.settings.n_threads, key=costs_key(model))
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Counts and seconds of one round. `n_stood` are the drafts that stood in the one before; `changed`: it had another depth."""
+
+    changed: bool
+    n_drafted: int
+    n_stood: int
+    n_emitted: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+class _Rehearsal:
+    """Stands in for pace: goes through the depths given, notes what each round took, and then ends the text."""
+
+    drafting = True
+    switch_s = 0.0
+
+    def __init__(self, session: Session, depths: Sequence[int], deadline: float) -> None:
+        self.rounds: list[_Round] = []
+        self._session = session
+        self._depths = depths
+        self._deadline = deadline
+        self._n_stood = 0
+        self._last_depth = -1
+        self._last_s = 0.0  # the clock after the last round
+
+    def depth(self) -> int:
+        self._last_s = self._last_s or time.perf_counter()
+        return self._depths[len(self.rounds)] if len(self.rounds) < len(self._depths) else 0
+
+    def plain_in_place(self) -> None:
+        pass
+
+    def observe(self, n_drafted: int, n_accepted: int, draft_s: float, verify_s: float) -> None:
+        now = time.perf_counter()
+        other_s = max(0.0, now - self._last_s - draft_s - verify_s)
+        changed = n_drafted != self._last_depth
+        self.rounds.append(
+            _Round(changed, n_drafted, self._n_stood, 1 + n_accepted, draft_s, verify_s, other_s)
+        )
+        self._n_stood = n_accepted if n_drafted else self._n_stood + 1
+        self._last_depth = n_drafted
+        self._last_s = now
+        is_late = now > self._deadline and len(self.rounds) > 1
+        if is_late or len(self.rounds) == len(self._depths):
+            self._session.cancel()
 
 
 def _measure(
     plain: Session, drafting: Session, tokens: Sequence[int], depth: int, deadline: float
-) -> Samples:
-    """Turns until time or MAX_TURNS run out, to and fro; the first may end early, and then there is no other."""
+) -> tuple[list[_Round], list[_Round]]:
+    """Rounds of both sessions, in turns until time or MAX_TURNS run out; the first turn may end early, and is then the only one."""
     row_s = plain.time_rows(tokens, 1, 2)[-1]  # also brings the weights into memory
-    n_decodes = 1 if row_s > SLOW_ROW_S else 2
-
-    def rows(session: Session, n: int) -> Callable[[], Samples]:
-        part = _PLAIN if session is plain else ("rows", n)
-        return lambda: {part: session.time_rows(tokens, n, n_decodes)[-1:]}
-
-    needed = [
-        rows(plain, 1),
-        rows(drafting, depth + 1),
-        lambda: _time_drafts(drafting, tokens, depth, deadline),
-    ]
-    wanted = [rows(drafting, n) for n in range(depth, 0, -1)]
-    if depth > 1:
-        wanted.insert(0, lambda: _time_drafts(drafting, tokens, 1, deadline))
-    samples: Samples = {}
-    turn_s = longest_s = 0.0
+    n_rounds = 1 if row_s > SLOW_ROW_S else N_ROUNDS
+    spread = {round(d) for d in np.linspace(depth, 0, min(depth + 1, MAX_DEPTHS))}
+    depths = list(dict.fromkeys([depth, 1, *sorted(spread, reverse=True)]))  # what is needed most comes first
+    prompt = [tokens[i % len(tokens)] for i in range(N_CELLS)] if n_rounds > 1 else tokens[:1]
+    plain_text, text = [*prompt], [*prompt]
+    plain_rounds: list[_Round] = []
+    rounds: list[_Round] = []
     for turn in range(MAX_TURNS):
         started = time.perf_counter()
-        if turn and started + turn_s > deadline:
+        plain_rounds += _rehearse(plain, plain_text, [0], n_rounds + 1, turn, deadline)
+        rounds += _rehearse(drafting, text, depths, n_rounds, turn, deadline)
+        now = time.perf_counter()
+        if 2 * now - started > deadline:
             break
-        parts = [*needed, *wanted] if turn % 2 == 0 else [*reversed(wanted), *reversed(needed)]
-        for i, measure in enumerate(parts):
-            before = time.perf_counter()
-            if not turn and i >= len(needed) and before + longest_s > deadline:
-                break
-            for part, seconds in measure().items():
-                samples.setdefault(part, []).extend(seconds)
-            longest_s = max(longest_s, time.perf_counter() - before)
-        turn_s = time.perf_counter() - started
-    return samples
+        if len(text) > 2 * N_CELLS:
+            text = [*prompt]
+    return plain_rounds, rounds
 
 
-def _time_drafts(session: Session, tokens: Sequence[int], depth: int, deadline: float) -> Samples:
-    """Seconds of the drafter in rounds of `depth` drafts, and of everything else per emitted token."""
-    text = session.generate(tokens[:4], max_tokens=session.n_ctx, temperature=0, ignore_eos=True, depth=depth)
-    stats = text.stats
-    n_rounds, draft_s, seconds = 0, 0.0, []
-    for _ in text:  # a piece of text may take several rounds
-        if n_rounds and stats.n_rounds > n_rounds:  # the very first round makes new graphs
-            seconds.append((stats.draft_s - draft_s) / (stats.n_rounds - n_rounds))
-            if len(seconds) == N_ROUNDS or time.perf_counter() > deadline:
-                break
-        n_rounds, draft_s = stats.n_rounds, stats.draft_s
-    text.close()
-    if not seconds:  # a text of unprintable tokens has no pieces
-        seconds = [stats.draft_s / max(1, stats.n_rounds)]
-    other_s = stats.generate_s - stats.draft_s - stats.verify_s
-    return {("draft", depth): seconds, _OTHER: [max(0.0, other_s) / max(1, stats.n_tokens - 1)]}
+def _rehearse(
+    session: Session, text: list[int], depths: Sequence[int], n_rounds: int, seed: int, deadline: float
+) -> list[_Round]:
+    """Goes on with a text for `n_rounds` rounds at each depth in turn, or two where time runs out."""
+    plan = [depth for depth in depths for _ in range(n_rounds)]
+    session.pace = rehearsal = _Rehearsal(session, plan, deadline)
+    generation = session.generate_synthetic(text, p_accept=COIN, max_tokens=session.n_ctx, seed=seed)
+    generation.read()
+    text += generation.tokens
+    return rehearsal.rounds
 
 
 def _typical(seconds: Sequence[float]) -> float:
@@ -290,19 +365,55 @@ def _typical(seconds: Sequence[float]) -> float:
     return max(typical, 1e-9)  # a clock may be too coarse for a small model
 
 
-def _costs(samples: Samples, depth: int, *, n_threads: int, key: str) -> Costs:
+def _costs(
+    plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int, *, n_threads: int, key: str
+) -> Costs:
     """Widths that were not measured are interpolated."""
-    seconds = {part: _typical(found) for part, found in samples.items()}
-    known = {1: seconds[_PLAIN]} | {n: s for (what, n), s in sorted(seconds.items()) if what == "rows"}
-    deepest_s = seconds["draft", depth]
-    first_s = seconds.get(("draft", 1), deepest_s / depth)
-    step_s = (deepest_s - first_s) / (depth - 1) if depth > 1 else first_s
+    first_rounds = [r for r in rounds if r.changed]
+    plain_rounds = [r for r in plain_rounds if not r.changed] or plain_rounds
+    rounds = [r for r in rounds if not r.changed] or rounds
+    plain_s = _typical([r.verify_s for r in plain_rounds])
+    known = {1: plain_s}
+    for n_drafted in sorted({r.n_drafted for r in rounds}):
+        known[n_drafted + 1] = _typical([r.verify_s for r in rounds if r.n_drafted == n_drafted])
+    change_s = median(r.verify_s - known.get(r.n_drafted + 1, r.verify_s) for r in first_rounds)
+    # A round that something else slowed down slowed its draft as well: their ratio counts.
+    drafts = [
+        ((1, r.n_drafted - 1, r.n_stood), r.draft_s / r.verify_s * known[r.n_drafted + 1])
+        for r in rounds
+        if r.n_drafted
+    ]
+    # Where too little was measured: a further draft costs what the first does, and catching up nothing.
+    opinions = [((WEAK, -WEAK, 0), 0.0), ((0, 0, WEAK), 0.0)]
+    first_s, step_s, catch_up_s = _fit([*drafts, *opinions])
+    others = [((1, r.n_emitted), r.other_s) for r in (*plain_rounds, *rounds)]
+    overhead_s, token_s = _fit(others)
+    first_s = max(first_s, 1e-9)
     return Costs(
-        plain_s=seconds[_PLAIN],
+        plain_s=plain_s,
         verify_s=tuple(float(s) for s in np.interp(range(1, depth + 2), [*known], [*known.values()])),
         first_draft_s=first_s,
         draft_step_s=max(step_s, first_s / 4),  # noise may say less; no drafter's step is so much cheaper
-        other_s=seconds[_OTHER],
+        catch_up_s=max(catch_up_s, 0.0),
+        overhead_s=max(overhead_s, 0.0),
+        token_s=max(token_s, 0.0),
+        change_s=max(change_s, 0.0),
         n_threads=n_threads,
         key=key,
     )
+
+
+def _fit(equations: Sequence[tuple[Sequence[float], float]]) -> list[float]:
+    """The factors of the terms that come nearest to all right-hand sides by absolute distance: outliers count little.
+
+    >>> [round(x, 2) for x in _fit([((1, 1), 3.0), ((1, 2), 50.0), ((1, 3), 7.0), ((1, 4), 9.0)])]
+    [1.0, 2.0]
+    """
+    terms = np.array([left for left, _ in equations], float)
+    values = np.array([right for _, right in equations])
+    least = 1e-4 * np.abs(values).mean() + 1e-12
+    weights = np.ones_like(values)
+    for _ in range(N_FITS):  # least squares, each time with weights that make them absolute
+        factors = np.linalg.lstsq(terms * weights[:, None], values * weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(terms @ factors - values), least))
+    return [float(factor) for factor in factors]

@@ -22,10 +22,10 @@ from typing import Any
 from . import placement
 from .bench import Report, measure, p_accept
 from .cache_folder import CacheFolder, default_root
+from .costs import expected_tokens
 from .errors import CacheError, LoadError
 from .library import llama
 from .llm import Model, load
-from .pace import expected_tokens
 from .prompts import Prompt
 from .random_model import MARK, SHAPES, RandomPair, Shape, random_pair
 
@@ -290,7 +290,7 @@ def _no_cached_heads() -> Iterator[None]:
     finally:
         with contextlib.suppress(CacheError, OSError):
             for entry in CacheFolder().entries():
-                if MARK in entry.path.name:
+                if entry.sort == "heads" and MARK in entry.path.name:
                     entry.path.unlink()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import _native
 from .draft_vocab import DraftVocab
 from .errors import LoadError, PromptError, SessionError
-from .pace import Pace
+from .pace import Pacing
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
 from .vocab import TextStream
@@ -61,7 +61,7 @@ class Session:
         n_ctx: int,
         depth: int,
         why: str,
-        pace: Pace | None = None,
+        pace: Pacing | None = None,
         learn: bool = False,
         n_slots: int | None = None,
         scripted: Scripted | None = None,
@@ -178,12 +178,16 @@ class Session:
     def generate_synthetic(
         self, prompt: Sequence[int], *, p_accept: float, max_tokens: int, seed: int = 0
     ) -> Generation:
-        """For benchmarks: each draft stands by a coin toss of probability `p_accept`. The text is meaningless."""
+        """For benchmarks: each draft stands by a coin toss of probability `p_accept`; the depth is pace's, or the session's.
+
+        The text is meaningless.
+        """
         self._check_prompt(list(prompt))
         if not 0 <= p_accept <= 1:
             raise PromptError(f"an acceptance of {p_accept} is not between 0 and 1")
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
-        return self._start(_Request(list(prompt), chooser, max_tokens, [], self.depth, None, ignore_eos=True))
+        request = _Request(list(prompt), chooser, max_tokens, [], self.depth, self.pace, ignore_eos=True)
+        return self._start(request)
 
     def time_rows(self, tokens: Sequence[int], n_rows: int, repeats: int) -> list[float]:
         """For benchmarks: seconds of each of `repeats` decodes of `n_rows` rows, all of them output; the first is warm-up.
@@ -242,7 +246,7 @@ class Session:
 
     # Inside
 
-    def _place(self, native: Any, pace: Pace | None) -> None:
+    def _place(self, native: Any, pace: Pacing | None) -> None:
         """Puts the sequence where its rounds are cheapest: a recurrent target's plain rounds, while pace does not draft, in
         a context without rollback slots."""
         plain = pace is not None and not pace.drafting
@@ -340,7 +344,7 @@ class _Request:
     max_tokens: int
     stop: list[str]
     depth: int
-    pace: Pace | None
+    pace: Pacing | None
     ignore_eos: bool
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from .costs import BUDGET_S, Costs, calibrate, remember
 from .errors import CacheError, PromptError
 from .llm import Model
-from .pace import expected_tokens
 from .prompts import Prompt, prompts_hash
 from .provenance import provenance
 from .session import Session
@@ -223,10 +222,9 @@ def _acceptance(deepest: Sequence[Stats]) -> list[float]:
 
 
 def _row(costs: Costs, depth: int, acceptance: Sequence[float], passes: Sequence[Sequence[Stats]]) -> Row:
-    token_s = costs.round_s(depth) / expected_tokens(acceptance[:depth]) + costs.other_s
     return Row(
         depth=depth,
-        predicted_tok_s=1 / token_s,
+        predicted_tok_s=1 / costs.seconds_per_token(acceptance[:depth]),
         measured_tok_s=median(stats[depth].tok_s for stats in passes),
         speedup=median(stats[depth].tok_s / stats[0].tok_s for stats in passes),
     )

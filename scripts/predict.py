@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from llama_sidecar.runtime.pace import expected_tokens
+from llama_sidecar.runtime.costs import expected_tokens
 from llama_sidecar.runtime.placement import idle_gpu_hint
 from llama_sidecar.runtime.predict import (
     ACCEPTANCES,
