@@ -13,7 +13,7 @@ import models
 import numpy as np
 import pytest
 
-from llama_sidecar.runtime import Model, Session, heads, load
+from llama_sidecar.runtime import Model, Session, heads, kernels, load
 from llama_sidecar.runtime.draft_vocab import DraftVocab
 from llama_sidecar.runtime.errors import LoadError
 from llama_sidecar.runtime.library import set_verbose
@@ -135,10 +135,13 @@ def test_without_the_files_rows_stay_as_they_are(
     assert (vocab.adopt([200]), vocab.version, written.rows) == (0, 0, {})
 
 
-def test_adopted_rows_are_drafted_with(pair: models.Pair) -> None:
+@pytest.mark.parametrize("computing", ["stock", "ours"])
+def test_adopted_rows_are_drafted_with(pair: models.Pair, computing: str) -> None:
     """A head of half of the vocabulary drafts, token by token, what the full one does among the rows that it has by then."""
+    if computing == "ours" and kernels.problem():
+        pytest.skip("our kernels are not to be had here")
     with (
-        load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128) as half,
+        load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128, kernels=computing) as half,
         load(pair.main, ctx=256, threads=1, depth=3, draft_vocab="full") as full,
     ):
         assert half.draft_vocab is not None
@@ -157,8 +160,8 @@ def test_adopted_rows_are_drafted_with(pair: models.Pair) -> None:
             Context(make_draft_context(half.head_weights, half.settings, n_ctx=64), masked=True)
         ) as small:
             small.decode([ids.index(t) for t in (*prompt, tokens[0])], 0, [len(prompt)], hidden)
-            expected = head.logits(len(prompt))[ids]  # of repacked weights: in another order of summing
-            np.testing.assert_allclose(small.logits(len(prompt)), expected, rtol=1e-4, atol=1e-5)
+            expected = head.logits(len(prompt))[ids]  # by kernels that round otherwise
+            np.testing.assert_allclose(small.logits(len(prompt)), expected, atol=5e-3)
         target.close()
         head.close()
 
