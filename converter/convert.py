@@ -6,7 +6,6 @@ of any step's inside.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, OutputExists, OutputFailed
+from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, OutputFailed
 from llama_sidecar.converter.families import Family, Layout, Placement, family_of
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
@@ -30,7 +29,14 @@ from llama_sidecar.converter.recipe import (
 )
 from llama_sidecar.converter.shards import Tensor
 from llama_sidecar.converter.tokenizer import vocabulary_keys
-from llama_sidecar.converter.writer import GGUFFile, Progress, add_keys, new_header, write_files
+from llama_sidecar.converter.writer import (
+    GGUFFile,
+    Progress,
+    add_keys,
+    check_targets,
+    new_header,
+    write_files,
+)
 from llama_sidecar.sidecars import (
     KINDS,
     check_pair,
@@ -125,7 +131,7 @@ def convert(
             _check_draft_vocab(draft_vocab, layout)
             cut = targets[-1].with_name(compact.file_name(targets[-1], draft_vocab))
             targets.append(cut)
-        _check_targets(targets, force)
+        check_targets(targets, force)
         check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
         main, sidecar = files.get("main"), files.get("sidecar")
         warnings = list(_type_warnings(main, sidecar, importance))
@@ -136,7 +142,7 @@ def convert(
 
         def check(written: Mapping[str, Path]) -> AbstractContextManager[None] | None:
             _check_contract(written)
-            _check_targets(targets, force)  # again: another conversion may have been faster
+            check_targets(targets, force)  # again: another conversion may have been faster
             return _cutting(written["sidecar"], draft_vocab, cut, progress) if draft_vocab and cut else None
 
         n_bytes = write_files(whole, check, progress)
@@ -224,20 +230,6 @@ def _cutting(sidecar: Path, n_rows: int, path: Path, progress: Progress | None) 
             yield
     except UnwritableFile as error:
         raise OutputFailed(str(error)) from error
-
-
-def _check_targets(paths: Iterable[Path], force: bool) -> None:
-    paths = list(paths)
-    existing = [str(path) for path in paths if os.path.lexists(path)]
-    if existing and not force:
-        raise OutputExists(
-            f"{' and '.join(existing)} already there: use --force to replace, or another --out"
-        )
-    folders = [str(path) for path in paths if os.path.isdir(path)]
-    if folders:
-        raise OutputExists(
-            f"{' and '.join(folders)} already there, as a folder: remove it, or use another --out"
-        )
 
 
 def _gguf_file(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_sidecar.converter.config import Key
-from llama_sidecar.converter.errors import NotEnoughSpace, OutputFailed
+from llama_sidecar.converter.errors import NotEnoughSpace, OutputExists, OutputFailed
 from llama_sidecar.sidecars import LlamaSidecarError, read_header
 
 SLICE_VALUES = 1 << 20  # values of a tensor that one thread holds at a time: 4 MB as float32, near its cache
@@ -94,6 +94,20 @@ def add_keys(header: gguf.GGUFWriter, keys: dict[str, Key]) -> None:
             header.add_string(name, value)
         else:
             header.add_array(name, value)
+
+
+def check_targets(paths: Collection[Path], force: bool) -> None:
+    """Refuses to write over a folder, or without `force` over any file. Raises OutputExists."""
+    existing = [str(path) for path in paths if os.path.lexists(path)]
+    if existing and not force:
+        raise OutputExists(
+            f"{' and '.join(existing)} already there: use --force to replace, or another --out"
+        )
+    folders = [str(path) for path in paths if os.path.isdir(path)]
+    if folders:
+        raise OutputExists(
+            f"{' and '.join(folders)} already there, as a folder: remove it, or use another --out"
+        )
 
 
 def write_files(

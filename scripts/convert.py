@@ -8,18 +8,11 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from llama_sidecar.converter import TYPES, ConvertResult, convert
 from llama_sidecar.sidecars.errors import printable
+
+from ._progress import progress_bar
 
 NONE = "none"
 
@@ -80,22 +73,7 @@ def command(
     llama-sidecar convert Qwen3.5-0.8B --out models
     llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
     """
-    bar = Progress(
-        TextColumn("{task.description:30.30}"),
-        BarColumn(bar_width=20),
-        TaskProgressColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task("reading the checkpoint", total=None)
-
-        def show(done_bytes: int, total_bytes: int, tensor: str) -> None:
-            bar.update(task, completed=done_bytes, total=total_bytes, description=tensor)
-
+    with progress_bar("reading the checkpoint") as show:
         main = None if main_type.lower() == NONE else main_type
         result = convert(
             checkpoint,

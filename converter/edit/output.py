@@ -15,9 +15,9 @@ import gguf
 import numpy as np
 
 from llama_sidecar.converter.edit.header import Header, Keys, text
-from llama_sidecar.converter.errors import InputGiven, OutputExists, OutputFailed
+from llama_sidecar.converter.errors import InputGiven, OutputFailed
 from llama_sidecar.converter.general import file_name
-from llama_sidecar.converter.writer import GGUFFile, Progress, Tensor, write_files
+from llama_sidecar.converter.writer import GGUFFile, Progress, Tensor, check_targets, write_files
 from llama_sidecar.sidecars import KINDS, GGUFHeader, compact, keys
 from llama_sidecar.sidecars.discover import TYPE_WORD
 from llama_sidecar.sidecars.shards import shard_name
@@ -63,11 +63,11 @@ def write(
     Raises InputGiven, OutputExists, and what `write_files` raises.
     """
     paths = [file.path for file in files.values()]
-    check_targets(paths, inputs, force)
+    _check_targets(paths, inputs, force)
 
     def check_all(written: Mapping[str, Path]) -> None:
         check(written)
-        check_targets(paths, inputs, force)  # again: somebody else may have been faster
+        _check_targets(paths, inputs, force)  # again: somebody else may have been faster
 
     return write_files(files, check_all, progress)
 
@@ -89,15 +89,11 @@ def _size_label(tensors: Sequence[Tensor]) -> str:
     return str(gguf.size_label(*counter.get_total_parameter_count()))
 
 
-def check_targets(paths: Collection[Path], inputs: Collection[GGUFHeader], force: bool) -> None:
-    """Refuse to write over an input, over a folder, or without `force` over any file. Raises InputGiven, OutputExists."""
+def _check_targets(paths: Collection[Path], inputs: Collection[GGUFHeader], force: bool) -> None:
     for path in filter(os.path.lexists, paths):
-        if os.path.isdir(path):
-            raise OutputExists(f"{path} already there, as a folder: remove it, or use another --out")
         if any(_is_same(path, other) for header in inputs for other in header.paths):
             raise InputGiven(f"{path} is one of the files that are read: use another --out")
-        if not force:
-            raise OutputExists(f"{path} already there: use --force to replace, or another --out")
+    check_targets(paths, force)
 
 
 def _is_same(path: Path, other: Path) -> bool:
