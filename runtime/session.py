@@ -358,7 +358,6 @@ class Generation(Iterator[str]):
 
     def __init__(self, session: Session, request: _Request) -> None:
         self.tokens: list[int] = []
-        self.text = ""
         self.finish_reason: str | None = None
         self.stats = Stats(
             kind=session.kind,
@@ -370,9 +369,15 @@ class Generation(Iterator[str]):
         )
         self._session = session
         self._request = request
+        self._shown: list[str] = []
         self._n_known = 0  # of the tokens, how many the head had a row for
         self._stream = TextStream(request.stop)
         self._pieces = self._run()
+
+    @property
+    def text(self) -> str:
+        """What has been shown."""
+        return "".join(self._shown)
 
     @property
     def finished(self) -> bool:
@@ -428,38 +433,47 @@ class Generation(Iterator[str]):
                     native.catch_up()
                     session._history = history
                 stats.prompt_s += time.perf_counter() - started
-            while not self.finished:
+            # After every round the weights have pushed all of this out of the processor's caches: few calls, little data.
+            turns, pace, chooser = session.model.turns, request.pace, request.chooser.native
+            is_placed = False
+            while not self.finish_reason:
                 if session._cancelled:
                     self._finish("cancelled")
                     break
                 started = time.perf_counter()
-                with session.model.turns:
-                    n_room = session.n_ctx - native.n_past
-                    if n_room < 1:
+                with turns:
+                    n_room = session.n_ctx - len(history)  # beside the last token, which is not decoded yet
+                    if n_room < 0:
                         self._finish("length")
                         break
                     session._history = None
-                    depth = request.pace.depth() if request.pace else request.depth
-                    session._place(native, request.pace)
-                    depth = min(depth, request.depth, request.max_tokens - len(self.tokens) - 1, n_room - 1)
-                    round_ = native.step(request.chooser.native, depth, request.ignore_eos)
-                    n_used, shown = self._take(round_.tokens)
-                    if n_used < len(round_.tokens):
+                    depth = min(request.depth, request.max_tokens - len(self.tokens) - 1, n_room)
+                    if pace is not None:
+                        depth = min(depth, pace.depth())
+                    if pace is not None or not is_placed:
+                        session._place(native, pace)
+                        is_placed = True
+                    round_ = native.step(chooser, depth, request.ignore_eos)
+                    tokens = round_.tokens
+                    n_used, shown = self._take(tokens)
+                    if n_used < len(tokens):
                         native.keep(n_used)
-                    history.extend(round_.tokens[:n_used])
+                        del tokens[n_used:]
+                    history += tokens
                     session._history = history
-                    self._n_known += session._adopt(round_.tokens[:n_used])
-                n_drafted, n_accepted = len(round_.drafts), round_.n_accepted
-                if request.pace is not None:
-                    request.pace.observe(n_drafted, n_accepted, round_.draft_s, round_.verify_s)
-                stats.add_round(n_drafted=n_drafted, n_accepted=n_accepted)
-                stats.draft_s += round_.draft_s
-                stats.verify_s += round_.verify_s
+                    if session._draft_vocab is not None:
+                        self._n_known += session._adopt(tokens)
+                draft_s, verify_s = round_.draft_s, round_.verify_s
+                if pace is not None:
+                    pace.observe(round_.n_drafted, round_.n_accepted, draft_s, verify_s)
+                stats.add_round(n_drafted=round_.n_drafted, n_accepted=round_.n_accepted)
+                stats.draft_s += draft_s
+                stats.verify_s += verify_s
                 stats.accept_s += round_.accept_s
                 stats.generate_s += time.perf_counter() - started
                 yield shown
             tail = self._stream.finish(cut=self.finish_reason != "stop")
-            self.text += tail
+            self._shown.append(tail)
             yield tail
         finally:
             self._finish("cancelled")
@@ -494,7 +508,7 @@ class Generation(Iterator[str]):
                 self._finish("length")
                 break
         self.stats.n_tokens = len(self.tokens)
-        self.text += shown
+        self._shown.append(shown)
         return n_used, shown
 
     def _prefill(self) -> int | None:

@@ -7,43 +7,43 @@ from __future__ import annotations
 
 import codecs
 import ctypes
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import _native
 from .errors import PromptError, SessionError
 from .library import llama
+from .sampling import address
 
 if TYPE_CHECKING:
     from .weights import Weights
-
-N_PIECE_BYTES = 256  # longer pieces take a second call
 
 
 class Vocab:
     """The vocabulary of a loaded model, for any number of threads.
 
     Args:
-        weights: what it is in; once they are closed every method raises SessionError.
+        weights: what it is in; once they are closed, whatever is not remembered raises SessionError.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._lib = llama()
         self._weights = weights
-        self._pieces: dict[
-            int, bytes
-        ] = {}  # asked for so far: a call into the library costs more than a plain round's rest
-        self._eog: dict[int, bool] = {}
+        # Remembered, since they are asked for at every token, and a call into the library costs more than a round's other Python.
+        #: The bytes of one token; nothing for control tokens.
+        self.piece: Callable[[int], bytes] = functools.cache(
+            functools.partial(_piece, weights, address(weights.model))
+        )
+        #: Whether a token ends the text.
+        self.is_eog: Callable[[int], bool] = functools.cache(
+            functools.partial(_is_eog, weights, address(weights.model))
+        )
         self.n_tokens: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
     @property
-    def _model(self) -> Any:
-        if self._weights.model is None:
-            raise SessionError("the model is closed")
-        return self._weights.model
-
-    @property
     def _vocab(self) -> Any:
-        return self._lib.llama_model_get_vocab(self._model)
+        return self._lib.llama_model_get_vocab(_model_of(self._weights))
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it count as such.
@@ -58,20 +58,6 @@ class Vocab:
         if n < 0:
             raise PromptError(f"the text of {len(data)} bytes does not tokenize (code {n})")
         return list(ids[:n])
-
-    def piece(self, token: int) -> bytes:
-        """The bytes of one token; nothing for control tokens."""
-        piece = self._pieces.get(token)
-        if piece is None or self._weights.model is None:
-            piece = self._pieces[token] = self._read_piece(token)
-        return piece
-
-    def is_eog(self, token: int) -> bool:
-        """Whether this token ends the text."""
-        is_eog = self._eog.get(token)
-        if is_eog is None or self._weights.model is None:
-            is_eog = self._eog[token] = bool(self._lib.llama_vocab_is_eog(self._vocab, token))
-        return is_eog
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of several tokens, broken UTF-8 replaced."""
@@ -89,7 +75,7 @@ class Vocab:
         """The conversation as the file's chat template writes it. Raises PromptError as `chat_tokens` does."""
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        template = self._lib.llama_model_chat_template(self._model, None)
+        template = self._lib.llama_model_chat_template(_model_of(self._weights), None)
         if not template:
             raise PromptError("the file has no chat template: use `run`, which completes text as it stands")
         try:
@@ -102,20 +88,28 @@ class Vocab:
         except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
             raise PromptError(f"the file's chat template failed: {error}") from error
 
-    def _read_piece(self, token: int) -> bytes:
-        vocab, n_bytes = self._vocab, N_PIECE_BYTES
-        while True:
-            buffer = ctypes.create_string_buffer(n_bytes)
-            n = self._lib.llama_token_to_piece(vocab, token, buffer, n_bytes, 0, False)
-            if n >= 0:
-                return buffer.raw[:n]
-            n_bytes = -n
-
     def _spelling(self, token: int) -> str:
         if token < 0:
             return ""
         text = self._lib.llama_vocab_get_text(self._vocab, token)
         return str(text.decode("utf-8", "replace")) if text else ""
+
+
+def _piece(weights: Weights, address: int, token: int) -> bytes:
+    _model_of(weights)
+    piece: bytes = _native.piece(address, token)
+    return piece
+
+
+def _is_eog(weights: Weights, address: int, token: int) -> bool:
+    _model_of(weights)
+    return bool(_native.is_eog(address, token))
+
+
+def _model_of(weights: Weights) -> Any:
+    if weights.model is None:
+        raise SessionError("the model is closed")
+    return weights.model
 
 
 class TextStream:
@@ -128,13 +122,18 @@ class TextStream:
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = [s for s in stop if s]
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._bytes = b""  # of a character that is not whole yet
+        self._held = ""  # what may be the beginning of a stop string
         self.stopped = False
 
     def push(self, piece: bytes) -> str:
         """Adds a token's bytes; returns the text that can be shown now. Sets `stopped` when a stop string is complete."""
-        self._held += self._decoder.decode(piece)
+        data = self._bytes + piece
+        text, n_whole = codecs.utf_8_decode(data, "replace", False)
+        self._bytes = data[n_whole:]
+        if not self._stop:
+            return text
+        self._held += text
         ends = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
         if ends:
             self.stopped = True
@@ -146,7 +145,7 @@ class TextStream:
         if self.stopped:
             return ""
         if not cut:
-            self._held += self._decoder.decode(b"", final=True)
+            self._held += self._bytes.decode("utf-8", "replace")
         return self._release(len(self._held))
 
     def _n_undecided(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -13,40 +12,47 @@ import models
 import pytest
 from conftest import PairOf
 
-from llama_sidecar.runtime import Model, load
+from llama_sidecar.runtime import Session, load
 
 PROMPT = list(b"def main():")
-N_VOCAB = 248_320  # Qwen3.5's
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder: Path = tmp_path_factory.mktemp("large-vocabulary")
-    pair = models.write_pair(folder, n_vocab=N_VOCAB, type=gguf.GGMLQuantizationType.Q8_0)
-    with load(pair.main, ctx=512, threads=1, depth=3, draft_vocab=1024) as loaded:
-        yield loaded
+def rounds(session: Session, n: int = 250) -> list[tuple[float, float]]:
+    """Seconds of choosing, and of what is neither drafting nor verifying nor choosing, of each round of a text."""
+    running = session.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
+    next(running)
+    stats, found = running.stats, []
+
+    def clock() -> tuple[float, float, int]:
+        native_s = stats.draft_s + stats.verify_s + stats.accept_s
+        return stats.accept_s, time.perf_counter() - native_s, stats.n_rounds
+
+    before = clock()
+    for _ in running:
+        now = clock()
+        choice_s, rest_s, n_rounds = (b - a for a, b in zip(before, now, strict=True))
+        if n_rounds:
+            found.append((choice_s / n_rounds, rest_s / n_rounds))
+        before = now
+    return found
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_round_costs_few_microseconds_beside_llama_cpp(model: Model, depth: int) -> None:
-    """The quickest round counts: the others tell of other programs."""
-    rest_s, choice_s = [], []
-    with model.session(depth=depth) as session:
-        running = session.generate(PROMPT, max_tokens=300, temperature=0, ignore_eos=True)
-        next(running)
-        stats = running.stats
-        n_rounds, native_s, accept_s = stats.n_rounds, 0.0, stats.accept_s
-        native_s = stats.draft_s + stats.verify_s + stats.accept_s
-        started = time.perf_counter()
-        for _ in running:
-            now = time.perf_counter()
-            native_now = stats.draft_s + stats.verify_s + stats.accept_s
-            if stats.n_rounds == n_rounds + 1:  # else some rounds ended within a character
-                rest_s.append(now - started - (native_now - native_s))
-                choice_s.append(stats.accept_s - accept_s)
-            n_rounds, native_s, accept_s, started = stats.n_rounds, native_now, stats.accept_s, now
-    assert min(rest_s) < 50e-6, sorted(rest_s)[:5]
-    assert min(choice_s) < 50e-6, sorted(choice_s)[:5]  # the liar's rounds read one row
+def test_a_round_takes_less_than_50_microseconds_beside_llama_cpp(pair_of: PairOf, depth: int) -> None:
+    """The quickest round of several texts counts: the others tell of other programs."""
+    with (
+        load(pair_of("R", "Q8_0").main, ctx=512, threads=1, depth=3) as loaded,
+        loaded.session(depth=depth) as session,
+    ):
+        rest_s = min(rest_s for _ in range(4) for _, rest_s in rounds(session))
+    assert rest_s < 50e-6
+
+
+def test_reading_a_row_of_248k_logits_takes_less_than_50_microseconds(tmp_path: Path) -> None:
+    pair = models.write_pair(tmp_path, n_vocab=248_320, type=gguf.GGMLQuantizationType.Q8_0)
+    with load(pair.main, ctx=512, threads=1, spec_type="none") as loaded, loaded.session() as session:
+        choice_s = min(choice_s for choice_s, _ in rounds(session))
+    assert choice_s < 50e-6
 
 
 def resident_bytes() -> int:

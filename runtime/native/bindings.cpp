@@ -30,6 +30,11 @@ void translate(const std::exception_ptr & error, void *) {
     }
 }
 
+const llama_vocab * vocab_of(uintptr_t model) {
+    if (model == 0) throw std::invalid_argument("the model is null");
+    return api().model_get_vocab(reinterpret_cast<const llama_model *>(model));
+}
+
 llama_context * context_at(uintptr_t address) {
     if (address == 0) throw std::invalid_argument("the context is null");
     return reinterpret_cast<llama_context *>(address);
@@ -66,6 +71,19 @@ NB_MODULE(_native, m) {
     m.def("waiting", [] { return Waiting::of_process().state(); },
           "How OpenMP's threads wait: 'spin', 'sleep' (others use the processors), or 'as it is' set by the user or the system.");
     m.def("should_sleep", &should_sleep, "room"_a, "n_threads"_a, "sleeping"_a);
+    m.def(
+        "piece",
+        [](uintptr_t model, llama_token token) {
+            std::string bytes(64, '\0');
+            int32_t n;
+            while ((n = api().token_to_piece(vocab_of(model), token, bytes.data(), int32_t(bytes.size()), 0, false)) < 0) {
+                bytes.resize(size_t(-n));
+            }
+            return nb::bytes(bytes.data(), size_t(n));
+        },
+        "model"_a, "token"_a, "The bytes of a token of the model at this address; nothing for control tokens.");
+    m.def("is_eog", [](uintptr_t model, llama_token token) { return api().vocab_is_eog(vocab_of(model), token); },
+          "model"_a, "token"_a);
     m.def("drafter_kinds", &drafter_kinds);
     m.def(
         "argmax",
@@ -95,6 +113,7 @@ NB_MODULE(_native, m) {
     nb::class_<Round>(m, "Round")
         .def_ro("tokens", &Round::tokens)
         .def_ro("drafts", &Round::drafts)
+        .def_prop_ro("n_drafted", [](const Round & round) { return round.drafts.size(); })
         .def_ro("n_accepted", &Round::n_accepted)
         .def_ro("draft_s", &Round::draft_s)
         .def_ro("verify_s", &Round::verify_s)

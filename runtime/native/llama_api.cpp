@@ -74,6 +74,7 @@ void bind(void * handle) {
     find(found.model_get_vocab, {"llama_model_get_vocab"});
     find(found.vocab_n_tokens, {"llama_vocab_n_tokens"});
     find(found.vocab_is_eog, {"llama_vocab_is_eog"});
+    find(found.token_to_piece, {"llama_token_to_piece"});
     find(found.sampler_sample, {"llama_sampler_sample"});
     find(found.sampler_reset, {"llama_sampler_reset"});
     find.optional(found.tensor_map, {"llama_internal_get_tensor_map", "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model",

@@ -84,6 +84,8 @@ struct LlamaApi {
     const llama_vocab * (*model_get_vocab)(const llama_model *);
     int32_t (*vocab_n_tokens)(const llama_vocab *);
     bool (*vocab_is_eog)(const llama_vocab *, llama_token);
+    // writes at most n_bytes; returns how many, or minus how many it takes
+    int32_t (*token_to_piece)(const llama_vocab *, llama_token, char * bytes, int32_t n_bytes, int32_t lstrip, bool special);
 
     // samplers; sample() also accepts the token into the chain's own state
     llama_token (*sampler_sample)(llama_sampler *, llama_context *, int32_t index);

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Prints where a round's microseconds go: drafting, verifying, choosing, and the rest (Python), at depth 0 and at a depth.
+
+    round_overhead.py MAIN.gguf [SIDECAR.gguf] [--depth 3] [-n 256] [--threads 2]
+
+`a row` is choosing over the rows read: what reading a row of logits costs. Medians over rounds, and the quickest round in
+brackets. The rest is mostly memory that the weights have pushed out of the caches: larger models, larger rest. Tokens
+that are new to the process cost more: their text comes from llama.cpp, and a compact head may have to be given their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+from llama_sidecar.runtime import Session, load
+
+PARTS = ("draft", "verify", "choose", "a row", "rest")
+
+
+def rounds(session: Session, n: int) -> list[tuple[float, ...]]:
+    """Microseconds of each of `PARTS`, round by round."""
+    running = session.generate("def main():\n", max_tokens=n, temperature=0, ignore_eos=True)
+    next(running)
+    stats, found = running.stats, []
+
+    def clock() -> tuple[float, ...]:
+        return (
+            stats.draft_s,
+            stats.verify_s,
+            stats.accept_s,
+            time.perf_counter(),
+            stats.n_rounds,
+            stats.n_accepted,
+        )
+
+    before = clock()
+    for _ in running:
+        now = clock()
+        draft, verify, choose, whole, n_rounds, n_accepted = (b - a for a, b in zip(before, now, strict=True))
+        if n_rounds:
+            parts = (
+                draft,
+                verify,
+                choose,
+                choose / (1 + n_accepted / n_rounds),
+                whole - draft - verify - choose,
+            )
+            found.append(tuple(1e6 * part / n_rounds for part in parts))
+        before = now
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("main")
+    parser.add_argument("sidecar", nargs="?")
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("-n", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    print("| depth | rounds | " + " | ".join(f"{part}, us" for part in PARTS) + " |")
+    print("|---" * (2 + len(PARTS)) + "|")
+    with load(args.main, args.sidecar, depth=args.depth, threads=args.threads, ctx=2048) as model:
+        for depth in (0, args.depth):
+            with model.session(depth=depth) as session:
+                found = rounds(session, args.n)
+            cells = [f"{median(part):.0f} ({min(part):.0f})" for part in zip(*found, strict=True)]
+            print(f"| {depth} | {len(found)} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
