@@ -102,7 +102,7 @@ def load(
         kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
-            "auto" cuts large vocabularies to 32,768, "full" cuts none.
+            "auto" cuts large vocabularies to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
             writes most.
         force: use a sidecar although its fingerprint says that it belongs to another model.

@@ -12,7 +12,8 @@ class Stats:
     """Counts and seconds of one generation.
 
     `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
-    `coverage` is the share of the emitted tokens that a compact head has rows for; None with a full head or before the end.
+    `coverage` is the share of the emitted tokens that a compact head had a row for when they came; None with a full head or
+    before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `kernels` says what computes small products on the CPU, and why.
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
