@@ -10,6 +10,7 @@ ARCHITECTURE = "general.architecture"
 NAME = "general.name"
 SIZE_LABEL = "general.size_label"
 FILE_TYPE = "general.file_type"
+QUANTIZATION_VERSION = "general.quantization_version"
 ALIGNMENT = "general.alignment"
 
 BLOCK_COUNT = "{arch}.block_count"
@@ -39,6 +40,7 @@ MERGED_TRUNK = "sidecar.merged.trunk"  # in a main file: the fingerprints of the
 MERGED_ROWS = "sidecar.merged.rows"
 GRAFT_TRUNK = "sidecar.graft.trunk"
 REQUANT_FROM = "sidecar.requant.from"
+OF_HEAD = (GRAFT_TRUNK, REQUANT_FROM)  # what became of a head, in whichever file it is
 COMPACT_TARGET_IDS = "sidecar.compact.target_ids"
 COMPACT_N_VOCAB = "sidecar.compact.n_vocab"
 COMPACT_SOURCE = "sidecar.compact.source"

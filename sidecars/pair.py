@@ -16,6 +16,8 @@ UNVERIFIED = "unverified"
 FORCED = "forced"
 STATUSES = (VERIFIED, SAME_TRUNK, SAME_FAMILY, UNVERIFIED, FORCED)  # the surest first
 
+GRAFT = ", or graft this one (llama-sidecar graft) if that is a fine-tune of it"
+
 
 @dataclass(frozen=True)
 class Match:
@@ -50,9 +52,13 @@ def check_pair(main: MainFile, sidecar: Sidecar | Compact, *, force: bool = Fals
 
 def _compare_fingerprints(main: MainFile, sidecar: Sidecar | Compact) -> Match:
     if None not in (main.trunk, sidecar.trunk) and main.trunk != sidecar.trunk:
-        raise _mismatch(main, sidecar, "trunk's fingerprint", _short(main.trunk), _short(sidecar.trunk))
+        raise _mismatch(
+            main, sidecar, "trunk's fingerprint", _short(main.trunk), _short(sidecar.trunk), GRAFT
+        )
     if None not in (main.rows, sidecar.rows) and main.rows != sidecar.rows:
-        raise _mismatch(main, sidecar, "fingerprint of source rows", _short(main.rows), _short(sidecar.rows))
+        raise _mismatch(
+            main, sidecar, "fingerprint of source rows", _short(main.rows), _short(sidecar.rows), GRAFT
+        )
     if main.trunk is None or sidecar.trunk is None:
         which = "main model" if main.trunk is None else "sidecar"
         return Match(UNVERIFIED, f"the {which} has no fingerprint; architecture, width and vocabulary agree")
@@ -72,11 +78,11 @@ def _short(fingerprint: str | None) -> str:
 
 
 def _mismatch(
-    main: MainFile, sidecar: Sidecar | Compact, what: str, ours: object, theirs: object
+    main: MainFile, sidecar: Sidecar | Compact, what: str, ours: object, theirs: object, advice: str = ""
 ) -> PairMismatch:
     return PairMismatch(
         f"{sidecar.path} does not belong to {main.path}: the {what} is {theirs}, the main model's is {ours}; "
-        f"use the sidecar that was converted from the same checkpoint"
+        f"use the sidecar that was converted from the same checkpoint{advice}"
     )
 
 

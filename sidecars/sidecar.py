@@ -209,3 +209,25 @@ def fingerprint(header: GGUFHeader, key: str) -> str | None:
             f"{header.path}: {key} is {value[:80]!r}; 64 hexadecimal digits are expected"
         )
     return value
+
+
+def own_fingerprint(header: GGUFHeader, key: str, default: str | None) -> str | None:
+    """Return what a head says of itself: a SHA-256, None where it says that it has none, the default where it says nothing.
+
+    Raises BadFingerprint, WrongKey.
+    """
+    if key not in header.keys:
+        return default
+    return fingerprint(header, key) if header.string(key) else None
+
+
+def head_fingerprints(source: Sidecar | MainFile) -> tuple[str | None, str | None]:
+    """Return the fingerprints (trunk, rows) of a head, which inside a main file need not be the main file's.
+
+    Raises BadFingerprint, WrongKey.
+    """
+    if isinstance(source, Sidecar):
+        return source.trunk, source.rows
+    header = source.header
+    trunk = own_fingerprint(header, keys.MERGED_TRUNK, source.trunk)
+    return trunk, own_fingerprint(header, keys.MERGED_ROWS, source.rows)

@@ -22,6 +22,7 @@ from llama_sidecar.converter.errors import CannotGraft, InputGiven, OutputExists
 from llama_sidecar.runtime import load
 from llama_sidecar.scripts.__main__ import cli
 from llama_sidecar.sidecars import check_pair, discover, open_main, open_sidecar, read_header
+from llama_sidecar.sidecars.compact import open_compact, write_compact
 from llama_sidecar.sidecars.errors import NotAMain, NotASidecar, PairMismatch
 
 FAMILY = "same family, unverified"
@@ -170,6 +171,9 @@ def test_it_is_never_called_verified_however_it_goes_on(tmp_path: Path) -> None:
     assert content(parts.sidecar)[0] == content(first.sidecar)[0] and content(parts.main) == content(
         other.main
     )
+    for source in (open_sidecar(first.sidecar), open_main(merged.main)):
+        write_compact(source, range(64), path := tmp_path / "compact-tuned-BF16-64.gguf")
+        assert check_pair(open_main(other.main), open_compact(path)).status == FAMILY
 
 
 def test_a_head_of_unknown_origin_says_so(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from llama_sidecar.sidecars import (
     read_header,
     read_model,
 )
+from llama_sidecar.sidecars.compact import open_compact, write_compact
 from llama_sidecar.sidecars.errors import (
     CompactGiven,
     NotAMain,
@@ -374,6 +375,8 @@ def test_a_merge_and_a_split_prove_nothing_new(
     assert parts.sidecar and content(parts.sidecar)[1] == content(sidecar)[1]
     ours = {name: value for name, value in content(parts.sidecar)[0].items() if "fingerprint" in name}
     assert ours == {name: value for name, value in content(sidecar)[0].items() if "fingerprint" in name}
+    write_compact(open_main(merged.main), range(64), path := tmp_path / "compact-64.gguf")
+    assert check_pair(open_main(main), open_compact(path)).status == status
 
 
 def test_a_head_from_another_converter_is_tied_to_the_trunk_it_was_inside(tmp_path: Path) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from llama_sidecar.converter.edit.header import Keys, text, texts, uint
 from llama_sidecar.sidecars import GGUFHeader, MainFile, Sidecar, keys
-from llama_sidecar.sidecars.sidecar import fingerprint
+from llama_sidecar.sidecars.sidecar import head_fingerprints, own_fingerprint
 
-WAYS = (keys.GRAFT_TRUNK, keys.REQUANT_FROM)  # what became of a head, in whichever file it is
 MERGED = (keys.MERGED_TRUNK, keys.MERGED_ROWS)  # a head's own fingerprints, in a main file
 
 
 def without_head(main: Keys) -> Keys:
     """A main file's keys without those that speak of the head it had."""
-    return {name: value for name, value in main.items() if name not in (*WAYS, *MERGED)}
+    return {name: value for name, value in main.items() if name not in (*keys.OF_HEAD, *MERGED)}
 
 
 def of_split(whole_keys: Keys, whole: MainFile) -> Keys:
@@ -24,15 +23,13 @@ def of_split(whole_keys: Keys, whole: MainFile) -> Keys:
 
     Raises WrongKey and BadFingerprint.
     """
-    trunk = _fingerprint(whole.header, keys.MERGED_TRUNK, whole.trunk)
-    rows = _fingerprint(whole.header, keys.MERGED_ROWS, whole.rows)
-    return _with_fingerprints(whole_keys, trunk, rows)
+    return _with_fingerprints(whole_keys, *head_fingerprints(whole))
 
 
 def of_merge(joined: Keys, main: MainFile, sidecar: Sidecar, sidecar_keys: Keys) -> Keys:
     """The keys of a main file with a head that was a sidecar: what is known of the head, where the main file does not say the same."""
     result = without_head(joined)
-    result |= {name: value for name, value in sidecar_keys.items() if name in WAYS}
+    result |= {name: value for name, value in sidecar_keys.items() if name in keys.OF_HEAD}
     for name, ours, theirs in (
         (keys.MERGED_TRUNK, main.trunk, sidecar.trunk),
         (keys.MERGED_ROWS, main.rows, sidecar.rows),
@@ -47,7 +44,7 @@ def of_graft(sidecar_keys: Keys, main: MainFile, sidecar: Sidecar) -> Keys:
 
     Raises WrongKey and BadFingerprint.
     """
-    first = _fingerprint(sidecar.header, keys.GRAFT_TRUNK, sidecar.trunk)
+    first = own_fingerprint(sidecar.header, keys.GRAFT_TRUNK, sidecar.trunk)
     return _with_fingerprints(sidecar_keys, main.trunk, main.rows) | {keys.GRAFT_TRUNK: text(first or "")}
 
 
@@ -70,10 +67,3 @@ def _with_fingerprints(file_keys: Keys, trunk: str | None, rows: str | None) -> 
     added = {name: text(value) for name, value in known.items() if value}
     has_any = bool(added) or any(name.startswith("sidecar.") for name in result)
     return result | ({keys.FORMAT: uint(keys.FORMAT_VERSION)} if has_any else {}) | added
-
-
-def _fingerprint(header: GGUFHeader, name: str, default: str | None) -> str | None:
-    """A fingerprint of a head's own, None where it says that there is none; the default where it says nothing."""
-    if name not in header.keys:
-        return default
-    return fingerprint(header, name) if header.string(name) else None
