@@ -97,11 +97,13 @@ def checked_number(name: str, value: Any, at_most: float = MAX_FLOAT) -> float:
     return float(value)
 
 
-def shared_keys(config: Config, arch: str, n_blocks: int, *, epsilon: str = "rms_norm_eps") -> dict[str, Key]:
+def shared_keys(
+    config: Config, arch: str, n_blocks: int, *, epsilon: str | None = "rms_norm_eps"
+) -> dict[str, Key]:
     """The GGUF keys that every family writes the same way (facts: llama.cpp's loader and its published files).
 
     `arch` prefixes the keys and `n_blocks` is the number of blocks the file declares, head included. `epsilon` is what
-    config.json calls the norms' constant.
+    config.json calls the norms' constant, None for a file that does without.
     """
     n_heads, n_kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
     if n_heads % n_kv_heads:
@@ -114,8 +116,9 @@ def shared_keys(config: Config, arch: str, n_blocks: int, *, epsilon: str = "rms
         "embedding_length": config.integer("hidden_size"),
         "attention.head_count": n_heads,
         "attention.head_count_kv": n_kv_heads,
-        "attention.layer_norm_rms_epsilon": config.number(epsilon),
     }
+    if epsilon:
+        keys["attention.layer_norm_rms_epsilon"] = config.number(epsilon)
     if config.get("intermediate_size") is not None:
         keys["feed_forward_length"] = config.integer("intermediate_size")
     if config.get("head_dim") is not None:

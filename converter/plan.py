@@ -108,6 +108,9 @@ class Planned:
         return _joined([tensor.rows(a, b) for tensor, a, b in self._pieces(start, stop)])
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
+        if self.pieces and not self.placement.transposed:  # a vector's values may be written as a matrix
+            per_row = self.n_cols // self.pieces[0][0].n_cols
+            start, stop = start * per_row, stop * per_row
         ends = accumulate(b - a for _, a, b in self.pieces)
         for (tensor, a, b), end in zip(self.pieces, ends, strict=True):
             first, last = max(start, end - (b - a)), min(stop, end)

@@ -31,7 +31,13 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
     (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + _SPACES,): (
         "llama-bpe",
         "glm4",
+        "pixtral",
     ),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): ("tekken",),
     (
         r"\p{N}{1,3}",
         r"[一-龥぀-ゟ゠-ヿ]+",

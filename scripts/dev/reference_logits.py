@@ -81,7 +81,9 @@ def main(only: str | None, out: Path) -> None:
                 continue
             found = model(torch.tensor([LOGITS_PROMPT]), output_hidden_states=True)
             trunk.add(name, found.logits[0, -1])
-            if arch in BLOCKS:
+            if arch == "nemotron_h_moe":
+                head.add(name, _nemotron_logits(model, checkpoint))
+            elif arch in BLOCKS:
                 head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
             elif getattr(model.config.get_text_config(), "num_mtp_layers", None):
                 head.add(name, _head_logits(model, found.hidden_states[-1]))
@@ -175,6 +177,37 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
     x = x[0] if isinstance(x, tuple) else x
     output = weights.get(f"{head}{kind.output}.weight", weights["lm_head.weight"])
     logits: torch.Tensor = (rms(x, kind.norm) @ output.T)[0, -1]
+    return logits
+
+
+def _nemotron_logits(model: Any, checkpoint: Path) -> torch.Tensor:
+    """The logits of Nemotron's head: an attention and a mixture layer of the trunk's kinds, and a last norm with a mean."""
+    n_layers, n = model.config.num_hidden_layers, len(LOGITS_PROMPT)
+    weights = load_file(checkpoint / "model.safetensors")
+    head = {name: t.float() for name, t in weights.items() if name.startswith("mtp.")}
+    for name, tensor in head.items():
+        part, rest = name.removeprefix("mtp.layers.").split(".", 1)
+        if rest.startswith(("norm.", "mixer.")):
+            weights[f"backbone.layers.{n_layers + int(part)}.{rest}"] = tensor
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config["hybrid_override_pattern"] += "*E"
+    longer = checkpoint.with_name("longer")
+    longer.mkdir()
+    (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, longer / "model.safetensors", {"format": "pt"})
+    trunk, eps = _load(longer).model, model.config.layer_norm_epsilon
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * head[f"mtp.layers.0.{name}.weight"]
+
+    hidden = model.model(torch.tensor([LOGITS_PROMPT])).last_hidden_state
+    x = trunk.embeddings(torch.tensor([[*LOGITS_PROMPT[1:], DRAFT_TOKEN]]))
+    x = torch.cat([rms(x, "enorm"), rms(hidden, "hnorm")], -1) @ head["mtp.layers.0.eh_proj.weight"].T
+    mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
+    for layer in trunk.layers[n_layers:]:
+        x = layer(x, attention_mask=mask)
+    x = torch.nn.functional.layer_norm(x, x.shape[-1:], head["mtp.layers.1.final_layernorm.weight"], eps=eps)
+    logits: torch.Tensor = model.lm_head(x)[0, -1]
     return logits
 
 
