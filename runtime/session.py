@@ -370,7 +370,9 @@ class Generation(Iterator[str]):
         self._session = session
         self._request = request
         self._shown: list[str] = []
-        self._n_known = 0  # of the tokens, how many the head had a row for
+        self._n_known = self._n_chosen = (
+            0  # of the tokens chosen, the end of text included, how many the head had a row for
+        )
         self._stream = TextStream(request.stop)
         self._pieces = self._run()
 
@@ -463,6 +465,7 @@ class Generation(Iterator[str]):
                     session._history = history
                     if session._draft_vocab is not None:
                         self._n_known += session._adopt(tokens)
+                        self._n_chosen += len(tokens)
                 draft_s, verify_s = round_.draft_s, round_.verify_s
                 if pace is not None:
                     pace.observe(round_.n_drafted, round_.n_accepted, draft_s, verify_s)
@@ -488,7 +491,7 @@ class Generation(Iterator[str]):
         if self._session._learn:
             self._session.model.count(self.tokens)
         if self._session._draft_vocab is not None:
-            self.stats.coverage = self._n_known / max(1, len(self.tokens))
+            self.stats.coverage = self._n_known / max(1, self._n_chosen)
 
     def _take(self, tokens: list[int]) -> tuple[int, str]:
         """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""
@@ -532,6 +535,7 @@ class Generation(Iterator[str]):
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
                     self._n_known += session._adopt([first])
+                    self._n_chosen += 1
         self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
         return first
 

@@ -195,6 +195,11 @@ def test_coverage_counts_the_tokens_that_had_a_row_when_they_came(pair: models.P
         tokens, first = run(model)
         assert first is not None and first < 1 and set(tokens) - before
         assert run(model) == (tokens, 1.0)
+        with model.session() as session:
+            ended = session.generate(PROMPT, max_tokens=N, temperature=0)
+            ended._session.model.vocab.is_eog = lambda token: token == tokens[3]  # type: ignore[method-assign]
+            ended.read()
+            assert (ended.finish_reason, ended.tokens, ended.stats.coverage) == ("stop", tokens[:3], 1.0)
 
 
 def test_the_default_drafts_a_small_vocabulary_whole_and_says_so(pair: models.Pair) -> None:
