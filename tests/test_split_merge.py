@@ -185,8 +185,9 @@ def test_one_key_of_both(ours: dict[str, Any], theirs: dict[str, Any], merged: A
     pair = [{f"qwen35.{n}": value for n, value in side.items()} for side in (ours, theirs)]
     main = tiny_gguf.main(tmp_path / "main.gguf", keys=pair[0])
     sidecar = tiny_gguf.sidecar(tmp_path / "mtp-main.gguf", keys=pair[1])
-    out = merge(main, sidecar, tmp_path / "out.gguf").main
-    assert out and plain(read_header(out).keys[f"qwen35.{name}"]) == merged
+    result = merge(main, sidecar, tmp_path / "out.gguf")
+    assert result.main and plain(read_header(result.main).keys[f"qwen35.{name}"]) == merged
+    assert len(result.warnings) == (not ours) and all(f"qwen35.{name} is added" in w for w in result.warnings)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,25 @@ def test_keys_keep_their_bytes_whatever_they_hold(tmp_path: Path) -> None:
     again = merge(parts.main, parts.sidecar, tmp_path / "again.gguf").main
     assert again and content(again) == content(path)
     assert all(info.offset % 128 == 0 for info in read_header(parts.sidecar).tensors.values())
+
+
+def test_sizes_are_labelled_as_the_converter_does_or_left(tmp_path: Path) -> None:
+    tensors = tiny_gguf.main_tensors(head=True)
+    for more, label, labels in (
+        ({}, "5.8K", ("2.7K", "3.7K")),
+        ({}, "0.8B", ("0.8B", "0.8B")),
+        (
+            {"blk.0.ffn_up_exps.scale": tiny_gguf.floats(4)},
+            "5.8K",
+            ("5.8K", "5.8K"),
+        ),  # no matrix, and not counted
+    ):
+        keys = tiny_gguf.main_keys(head=True) | {"general.size_label": label}
+        path = tiny_gguf.write(tmp_path / "whole.gguf", "qwen35", keys, tensors | more)
+        parts = split(path, tmp_path / "parts", force=True)
+        assert parts.main and parts.sidecar
+        found = tuple(read_header(p).keys["general.size_label"] for p in (parts.main, parts.sidecar))
+        assert found == labels
 
 
 def test_shards_become_one_file(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import numpy as np
 from llama_sidecar.converter.edit.header import Keys, Value, holds, same_value
 from llama_sidecar.sidecars import keys
 
-ARRAYS_OF_THEIR_OWN = (
-    "{arch}.rope.dimension_sections",
-)  # their length may be the number of blocks by chance
+# Arrays of a length of their own, which may be the number of blocks by chance.
+ARRAYS_OF_THEIR_OWN = ("{arch}.rope.dimension_sections",)
 # What llama.cpp does with a head's block where a file does not say it.
 HEADS_DEFAULT = {"{arch}.attention.recurrent_layers": False}
 # A main file and its head need not agree in these: each has a context of its own, and a sidecar may be padded.

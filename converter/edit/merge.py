@@ -67,7 +67,8 @@ def merge(
         Stored(info) for name, info in head.header.tensors.items() if is_head_block(name, trunk.n_layers)
     ]
     _check_head(trunk, head, tensors)
-    file_keys = origin.of_merge(_joined_keys(trunk, head), trunk, head, keys_of(head.header))
+    joined, warnings = _joined_keys(trunk, head)
+    file_keys = origin.of_merge(joined, trunk, head, keys_of(head.header))
 
     files = {"main": gguf_file(out, relabelled(file_keys, own, tensors), tensors)}
 
@@ -75,7 +76,7 @@ def merge(
         assert identify(read_header(written["main"])).kind == head.kind
         open_main(written["main"])
 
-    warnings = list(_left_out(trunk, head))
+    warnings += _left_out(trunk, head)
     n_bytes = write(files, [trunk.header, head.header], force=force, check=check, progress=progress)
     return EditResult(
         main=out, main_bytes=n_bytes["main"], match=match.status, detail=match.detail, warnings=warnings
@@ -92,8 +93,11 @@ def _check_kinds(trunk: MainFile, head: Sidecar) -> None:
         )
 
 
-def _joined_keys(trunk: MainFile, head: Sidecar) -> Keys:
-    """The main file's keys with the head's blocks. Raises PairMismatch, which lists the keys that contradict each other."""
+def _joined_keys(trunk: MainFile, head: Sidecar) -> tuple[Keys, list[str]]:
+    """The main file's keys with the head's blocks, and what to mind of them.
+
+    Raises PairMismatch, which lists the keys that contradict each other.
+    """
     ours, theirs = keys_of(trunk.header), keys_of(head.header)
     n_heads = n_blocks(head.header) - trunk.n_layers
     ours = without_head(trunk.arch, ours, trunk.n_layers, n_blocks(trunk.header) - trunk.n_layers)
@@ -106,7 +110,11 @@ def _joined_keys(trunk: MainFile, head: Sidecar) -> Keys:
             f"{head.path} does not go into {trunk.path}: other values of {found}; use the sidecar that was converted from the "
             f"same checkpoint"
         )
-    return joined
+    counts = map(trunk.header.key, (keys.BLOCK_COUNT, keys.NEXTN_PREDICT_LAYERS))
+    added = sorted(joined.keys() - ours.keys() - {*counts})
+    if not added:
+        return joined, []
+    return joined, [f"{', '.join(added)} is added from the sidecar: the main file does not say it"]
 
 
 def _shown(file_keys: Keys, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from llama_sidecar.converter.edit.header import Header, Keys, text
+from llama_sidecar.converter.edit.header import Header, Keys, Value, text
 from llama_sidecar.converter.errors import InputGiven, OutputFailed
 from llama_sidecar.converter.general import file_name
 from llama_sidecar.converter.writer import GGUFFile, Progress, Tensor, check_targets, write_files
@@ -25,10 +25,10 @@ from llama_sidecar.sidecars.shards import shard_name
 
 @dataclass(frozen=True)
 class EditResult:
-    """What was written; a path is None, and a size 0, for a file that was not. `match` says how sure it is that the two
+    """What was written; a path is None, and a size 0, for a file that was not.
 
-    belong together (a status of sidecars/pair.py, None where there is one file alone) and `detail` why; `notes` say what was
-    chosen, `warnings` what to mind.
+    `match` says how sure it is that main file and head belong together (a status of sidecars/pair.py, None where there is one
+    file alone) and `detail` why; `notes` say what was chosen, `warnings` what to mind.
     """
 
     main: Path | None = None
@@ -77,16 +77,21 @@ def relabelled(file_keys: Keys, before: Sequence[Tensor], after: Sequence[Tensor
 
     So a main file and a sidecar are labelled as llama.cpp's converter labels them.
     """
-    if file_keys.get(keys.SIZE_LABEL) != text(_size_label(before)):
+    label = file_keys.get(keys.SIZE_LABEL)
+    if label is None or label != _size_label(before) or (counted := _size_label(after)) is None:
         return file_keys
-    return file_keys | {keys.SIZE_LABEL: text(_size_label(after))}
+    return file_keys | {keys.SIZE_LABEL: counted}
 
 
-def _size_label(tensors: Sequence[Tensor]) -> str:
+def _size_label(tensors: Sequence[Tensor]) -> Value | None:
+    """The label that llama.cpp's converter counts; None where it counts none: of scales of experts, which are not matrices."""
     counter = gguf.GGUFWriter(None, "")
     for t in tensors:
         counter.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.type)
-    return str(gguf.size_label(*counter.get_total_parameter_count()))
+    try:
+        return text(gguf.size_label(*counter.get_total_parameter_count()))
+    except IndexError:
+        return None
 
 
 def _check_targets(paths: Collection[Path], inputs: Collection[GGUFHeader], force: bool) -> None:
