@@ -4,7 +4,21 @@
 
 #include "sets.h"
 
+#if defined(SMALLBATCH_NEON_DOTPROD) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace sidecar::smallbatch {
+
+#ifdef SMALLBATCH_NEON_DOTPROD
+static bool has_dotprod() {
+#ifdef __linux__
+    return (getauxval(AT_HWCAP) & (1UL << 20)) != 0;  // HWCAP_ASIMDDP
+#else
+    return true;  // every Apple processor
+#endif
+}
+#endif
 
 const KernelSet * kernel_sets(size_t & n_sets) {
     static const KernelSet sets[] = {
@@ -38,6 +52,9 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
          },
          avx2_kernels.first, avx2_kernels.n},
+#endif
+#ifdef SMALLBATCH_NEON_DOTPROD
+        {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n},
 #endif
         {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n},
     };

@@ -10,6 +10,7 @@ struct Kernels {
     size_t n;
 };
 
-extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, portable_kernels;
+extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, neon_dotprod_kernels,
+    portable_kernels;
 
 }  // namespace sidecar::smallbatch

@@ -1,0 +1,130 @@
+// NEON with the dot product of Armv8.2: two blocks at a time.
+#include <arm_neon.h>
+
+#include "products.h"
+
+namespace sidecar::smallbatch {
+namespace {
+
+struct NeonDotprod {
+    static constexpr int lanes = 4, group = 1;
+    static constexpr uint8_t x_offset = 0;
+    static constexpr bool one_pass = true;
+    static constexpr int n_sums = 16;  // kept in registers
+
+    using bytes = uint8x16_t;
+    using ints = int32x4_t;
+    using floats = float32x4_t;
+    struct floats8 {
+        float32x4_t low, high;
+    };
+
+    template <size_t n_bytes>
+    static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
+        for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(p + i + 2048);
+    }
+
+    template <class F>
+    static SMALLBATCH_INLINE bytes gather(F at) {
+        return vld1q_u8(at(0));
+    }
+    template <class F>
+    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
+        return vld1q_u8(at(0));
+    }
+    template <class F>
+    static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
+        first = vld1q_u8(at(0));
+        second = vld1q_u8(at(0) + 16);
+    }
+    static SMALLBATCH_INLINE bytes fill16(const uint8_t * p) { return vld1q_u8(p); }
+    static SMALLBATCH_INLINE bytes fill8(const uint8_t * p) { return vcombine_u8(vld1_u8(p), vld1_u8(p)); }
+    static SMALLBATCH_INLINE bytes interleave_low(bytes x, bytes y) {
+        return vcombine_u8(vget_low_u8(x), vget_low_u8(y));
+    }
+    static SMALLBATCH_INLINE bytes interleave_high(bytes x, bytes y) {
+        return vcombine_u8(vget_high_u8(x), vget_high_u8(y));
+    }
+    static SMALLBATCH_INLINE bytes low_nibbles(bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
+    static SMALLBATCH_INLINE bytes high_nibbles(bytes x) { return vshrq_n_u8(x, 4); }
+    template <class F>
+    static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
+        return vshlq_u8(x, vcombine_s8(vdup_n_s8(int8_t(-n_bits(0))), vdup_n_s8(int8_t(-n_bits(1)))));
+    }
+    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
+        return vshlq_n_u8(vandq_u8(x, vdupq_n_u8(mask)), 4);
+    }
+    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return vorrq_u8(x, y); }
+    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return vsubq_u8(x, vdupq_n_u8(uint8_t(n))); }
+    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
+        return vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(table), x));
+    }
+
+    static SMALLBATCH_INLINE ints start(bytes, bytes) { return vdupq_n_s32(0); }
+    static SMALLBATCH_INLINE ints add_ints(ints x, ints) { return x; }
+    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
+        return vdotq_s32(sum, vreinterpretq_s8_u8(vld1q_u8(x)), vreinterpretq_s8_u8(w));
+    }
+
+    static SMALLBATCH_INLINE floats to_floats(ints x) { return vcvtq_f32_s32(x); }
+    static SMALLBATCH_INLINE floats load(const float * p) { return vld1q_f32(p); }
+    static SMALLBATCH_INLINE floats add(floats x, floats y) { return vaddq_f32(x, y); }
+    static SMALLBATCH_INLINE floats multiply(floats x, floats y) { return vmulq_f32(x, y); }
+    static SMALLBATCH_INLINE floats multiply_add(floats x, floats y, floats sum) { return vfmaq_f32(sum, x, y); }
+    static SMALLBATCH_INLINE float32x2_t halved(floats x) { return vadd_f32(vget_low_f32(x), vget_high_f32(x)); }
+    static SMALLBATCH_INLINE float sum(floats x) { return vpadds_f32(halved(x)); }
+    // The sums over the lanes of four vectors, added as `sum` adds them.
+    static SMALLBATCH_INLINE floats sum_each(floats a, floats b, floats c, floats d) {
+        return vpaddq_f32(vcombine_f32(halved(a), halved(b)), vcombine_f32(halved(c), halved(d)));
+    }
+    static SMALLBATCH_INLINE floats subtract4(floats x, floats y) { return vsubq_f32(x, y); }
+    static SMALLBATCH_INLINE void store4(float * p, floats x) { vst1q_f32(p, x); }
+
+    static SMALLBATCH_INLINE floats8 load8(const float * p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+    static SMALLBATCH_INLINE floats8 multiply_add8(floats8 x, floats8 y, floats8 sum) {
+        return {vfmaq_f32(sum.low, x.low, y.low), vfmaq_f32(sum.high, x.high, y.high)};
+    }
+    static SMALLBATCH_INLINE floats quarters(floats8 x) { return vaddq_f32(x.low, x.high); }
+    static SMALLBATCH_INLINE float sum8(floats8 x) { return sum(quarters(x)); }
+    static SMALLBATCH_INLINE floats sum_each8(floats8 a, floats8 b, floats8 c, floats8 d) {
+        return sum_each(quarters(a), quarters(b), quarters(c), quarters(d));
+    }
+
+    static SMALLBATCH_INLINE float half(const uint8_t * p) {
+        __fp16 value;
+        memcpy(&value, p, sizeof value);
+        return float(value);
+    }
+    template <class F>
+    static SMALLBATCH_INLINE floats halves(F at) {
+        return vcombine_f32(vdup_n_f32(half(at(0))), vdup_n_f32(half(at(1))));
+    }
+    static SMALLBATCH_INLINE floats spread(const float * p) {
+        return vcombine_f32(vdup_n_f32(p[0]), vdup_n_f32(p[1]));
+    }
+    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
+        const uint16x8_t eight = vmovl_u8(vcreate_u8(bytes[0] | uint64_t(bytes[1]) << 32));
+        vst1q_f32(scaled, vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), factor));
+        vst1q_f32(scaled + 4, vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(eight))), factor));
+    }
+    static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
+        const int16x8_t eight = vmovl_s8(vcreate_s8(load_u32(bytes)));
+        const float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(eight))), factor);
+        first = vtrn1q_f32(scaled, scaled);
+        second = vtrn2q_f32(scaled, scaled);
+    }
+
+    static SMALLBATCH_INLINE floats load_f32(const uint8_t * p) { return vreinterpretq_f32_u8(vld1q_u8(p)); }
+    static SMALLBATCH_INLINE floats load_f16(const uint8_t * p) {
+        return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+    }
+    static SMALLBATCH_INLINE floats load_bf16(const uint8_t * p) {
+        return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+    }
+};
+
+}  // namespace
+
+const Kernels neon_dotprod_kernels = {All<NeonDotprod>::kernels, All<NeonDotprod>::n_kernels};
+
+}  // namespace sidecar::smallbatch
