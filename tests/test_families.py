@@ -11,10 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint
+from checkpoints import (
+    DRAFT_TOKEN,
+    LOGITS_PROMPT,
+    VARIANTS,
+    make_checkpoint,
+    tiny_config,
+    tiny_tensors,
+    write_json,
+)
+from gguf.constants import GGMLQuantizationType
 
 from llama_sidecar.converter import convert
+from llama_sidecar.converter.checkpoint import open_checkpoint
+from llama_sidecar.converter.config import Config
+from llama_sidecar.converter.errors import BadConfig, BadTokenizer, NoHead, UnsupportedModel
 from llama_sidecar.converter.families import families
+from llama_sidecar.converter.plan import canonical_tensors, plan
 from llama_sidecar.runtime import Model, load, reference
 
 LISTINGS = Path(__file__).parent / "data" / "listings"
@@ -72,3 +85,71 @@ def test_every_module_is_a_family_that_names_what_it_is() -> None:
     )
     for family in found.values():
         assert family.CLASSES and family.TINY
+
+
+def test_transposed_matrices_are_the_same_in_any_slices(tmp_path: Path) -> None:
+    """The keys' half of the latent projection: (heads, latent, nope), each head's matrix transposed."""
+    config = Config(tiny_config("deepseek2", "plain"))
+    n_heads, latent, nope, head_v = 4, 64, 32, 32
+    with open_checkpoint(make_checkpoint(tmp_path, "deepseek2", "plain")) as opened:
+        family = families()["deepseek2"]
+        tensors = canonical_tensors(opened.tensors, family)
+        placement = next(p for p in family.layout(config, tensors).trunk if p.name == "blk.0.attn_k_b.weight")
+        (one,) = plan([placement], tensors, {placement.name: GGMLQuantizationType.F32})
+        whole = one.rows(0, one.n_rows).view(np.float32)
+        stored = tensors["layers.0.self_attn.kv_b_proj.weight"]
+        per_head = stored.rows(0, stored.n_rows).reshape(n_heads, nope + head_v, latent)
+        cuts = [0, 1, 63, 64, 65, 200, one.n_rows]
+        sliced = [one.rows(a, b).view(np.float32) for a, b in zip(cuts, cuts[1:], strict=False)]
+    np.testing.assert_array_equal(whole.reshape(n_heads, latent, nope), per_head[:, :nope].swapaxes(1, 2))
+    np.testing.assert_array_equal(np.concatenate(sliced), whole)
+
+
+def test_a_second_block_where_llama_cpp_runs_one(tmp_path: Path) -> None:
+    tensors = tiny_tensors("glm4moe", "air")
+    second = {n.replace("layers.3.", "layers.4."): t for n, t in tensors.items() if "layers.3." in n}
+    folder = make_checkpoint(tmp_path, "glm4moe", "air", tensors=tensors | second)
+    with pytest.raises(
+        UnsupportedModel, match=r"2 blocks \(model\.layers\.3\.\*\); llama\.cpp drafts with exactly one"
+    ):
+        convert(folder, tmp_path / "out")
+
+
+def test_a_head_that_is_promised_and_not_there(tmp_path: Path) -> None:
+    trunk = {n: t for n, t in tiny_tensors("deepseek2", "plain").items() if "layers.3." not in n}
+    folder = make_checkpoint(tmp_path, "deepseek2", "plain", tensors=trunk)
+    result = convert(folder, tmp_path / "out")
+    assert result.sidecar is None
+    assert "num_nextn_predict_layers = 1, but no tensor is called model.layers.3.*" in result.warnings[0]
+    with pytest.raises(NoHead, match=r"is called model\.layers\.3\.\*"):
+        convert(folder, tmp_path / "other", sidecar_type="Q8_0")
+
+
+def test_a_vocabulary_without_a_token_that_the_family_gives_a_role(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "glm4moe", "air")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / file).read_text(encoding="utf-8")
+        (folder / file).write_text(text.replace("[gMASK]", "[xMASK]"), encoding="utf-8")
+    with pytest.raises(BadTokenizer, match=r"no added token '\[gMASK\]'"):
+        convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant", "values", "match"),
+    [
+        ("deepseek2", "plain", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ("mimo2", "apart", {"hybrid_layer_pattern": [0, 1]}, "expected 4 times 0 or 1"),
+        ("step35", "plain", {"moe_layers_enum": "1;2"}, "expected numbers with commas"),
+        ("step35", "plain", {"layer_types": ["dense"]}, "expected a list of 'full_attention'"),
+        ("nemotron_h_moe", "wide", {"hybrid_override_pattern": "M-*EM"}, "has no head"),
+        ("glm_dsa", "shared", {"indexer_types": ["full"]}, "expected 3 times 'full' or 'shared'"),
+        ("cohere2moe", "rms", {"expert_selection_fn": "top"}, "expected one of softmax, sigmoid"),
+    ],
+)
+def test_values_that_cannot_be(
+    arch: str, variant: str, values: dict[str, object], match: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, arch, variant)
+    write_json(folder / "config.json", tiny_config(arch, variant) | values)
+    with pytest.raises(BadConfig, match=match):
+        convert(folder, tmp_path / "out")

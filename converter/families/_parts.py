@@ -110,10 +110,10 @@ def dense_ffn(config: Config, source: str, target: str, ff: int, suffix: str = "
 
 
 def experts(
-    config: Config, source: str, target: str, n_experts: int, names: Collection[str]
+    config: Config, source: str, target: str, n_experts: int, names: Collection[str], ff: int | None = None
 ) -> Iterator[Placement]:
-    """The experts stacked in their order; they come one by one, or fused with the gate's rows first."""
-    hidden, ff = config.integer("hidden_size"), config.integer("moe_intermediate_size")
+    """The experts, of `ff` inner values, stacked in their order; they come one by one, or fused with the gate's rows first."""
+    hidden, ff = config.integer("hidden_size"), ff or config.integer("moe_intermediate_size")
     suffix = next((s for s in ("", ".weight") if f"{source}gate_up_proj{s}" in names), None)
     if suffix is None:
         for part, shape in {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}.items():

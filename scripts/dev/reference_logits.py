@@ -51,6 +51,7 @@ class Head:
 
 
 BLOCKS = {
+    "cohere2moe": Head(),  # llama.cpp rotates in the head's block, which in the trunk only layers with a window do
     "deepseek32": Head(),
     "glm4moelite": Head(),
     "glm_dsa": Head(),
@@ -140,9 +141,9 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
     config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's heads attend to all positions
     if "indexer_types" in config:
         config["indexer_types"].append("full")
-    if kind.is_windowed and len(config["layer_types"]) == n_layers:
-        config["layer_types"] = [*config["layer_types"], "sliding_attention"]
-        config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense"]
+    if len(config.get("layer_types", [])) == n_layers:
+        config["layer_types"].append("sliding_attention")
+        config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense" if kind.is_windowed else "sparse"]
     elif kind.is_windowed:  # the lists go on for the head
         config["num_nextn_predict_layers"] -= 1
     longer = checkpoint.with_name("longer")
@@ -161,6 +162,8 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
         eps = model.config.rms_norm_eps
+        if eps is None:  # Cohere's norms with a mean
+            eps, x = model.config.layer_norm_eps, x - x.mean(-1, keepdim=True)
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         return normed * (weights[f"{head}{name}.weight"] + kind.shift)
 
@@ -175,9 +178,9 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
     rotary = trunk.rotary_emb(x, positions, **windowed)
     x = block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
     x = x[0] if isinstance(x, tuple) else x
-    output = weights.get(f"{head}{kind.output}.weight", weights["lm_head.weight"])
+    output = weights.get(f"{head}{kind.output}.weight", model.get_output_embeddings().weight)
     logits: torch.Tensor = (rms(x, kind.norm) @ output.T)[0, -1]
-    return logits
+    return logits * getattr(model.config, "logit_scale", 1.0)
 
 
 def _nemotron_logits(model: Any, checkpoint: Path) -> torch.Tensor:
@@ -244,6 +247,9 @@ class _StepText(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, **_: Any) -> SimpleNamespace:
         hidden = self.model(tokens).last_hidden_state
         return SimpleNamespace(logits=hidden @ self.output.T, hidden_states=[hidden])
+
+    def get_output_embeddings(self) -> SimpleNamespace:
+        return SimpleNamespace(weight=self.output)
 
 
 class _Stored:
