@@ -84,7 +84,7 @@ def relabelled(file_keys: Keys, before: Sequence[Tensor], after: Sequence[Tensor
 
 
 def _size_label(tensors: Sequence[Tensor]) -> Value | None:
-    """The label that llama.cpp's converter counts; None where it counts none: of scales of experts, which are not matrices."""
+    """The label that llama.cpp's converter counts; None where an older gguf package cannot, for vectors of experts."""
     counter = gguf.GGUFWriter(None, "")
     for t in tensors:
         counter.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.type)
