@@ -26,7 +26,7 @@ class Turns {
         const uint64_t mine = n_asked_++;
         passed_.wait(lock, [&] { return n_passed_ == mine; });
         began_ = std::chrono::steady_clock::now();
-        if (n_threads_ > 1) Waiting::of_process().look(n_threads_);
+        if (n_threads_ > 1) Waiting::of_process().before(n_threads_);
     }
 
     // Ends the turn: once for each take(). After a long one the OpenMP team goes too, when another thread waits.
@@ -37,6 +37,7 @@ class Turns {
             release_team();
             lock.lock();
         }
+        if (n_threads_ > 1) Waiting::of_process().after();
         n_passed_ += 1;
         passed_.notify_all();
     }

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 
 #include "llama_api.h"
@@ -18,11 +19,14 @@ namespace {
 
 constexpr std::chrono::milliseconds between_looks{250};  // /proc/stat counts hundredths of a second
 
-// The processors that this process may use, and the seconds that they have been idle, waiting for a disk or taken by the
-// hypervisor; no processors where that cannot be known.
+constexpr std::chrono::milliseconds pause{50};  // spinning threads have long gone to sleep
+
+// What /proc/stat says of the processors that this process may use.
 struct Processors {
-    int n = 0;
-    double idle_s = 0.0;
+    int n = 0;            // none where it says nothing
+    double idle_s = 0.0;  // processor seconds idle, waiting for a disk or taken by the hypervisor
+    int n_running = 0;    // threads that run or could, of all programs on all processors
+    int n_others = 0;     // processors that this process may not use
 };
 
 Processors processors() {
@@ -32,13 +36,17 @@ Processors processors() {
     if (sched_getaffinity(0, sizeof usable, &usable) != 0) return found;
     std::FILE * file = std::fopen("/proc/stat", "re");
     if (file == nullptr) return found;
-    char line[512];
+    char line[4096];
     while (std::fgets(line, sizeof line, file) != nullptr) {
         int cpu = 0;
         long long idle = 0, disk = 0, stolen = 0;
-        if (line[3] < '0' || line[3] > '9') continue;  // the sum of all comes first
+        std::sscanf(line, "procs_running %d", &found.n_running);
+        if (std::strncmp(line, "cpu", 3) != 0 || line[3] < '0' || line[3] > '9') continue;  // the sum of all comes first
         if (std::sscanf(line, "cpu%d %*d %*d %*d %lld %lld %*d %*d %lld", &cpu, &idle, &disk, &stolen) != 4) continue;
-        if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &usable)) continue;
+        if (cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &usable)) {
+            found.n_others += 1;
+            continue;
+        }
         found.n += 1;
         found.idle_s += double(idle + disk + stolen) / double(sysconf(_SC_CLK_TCK));
     }
@@ -89,17 +97,32 @@ Waiting::Waiting() : looked_at_(std::chrono::steady_clock::now()), ours_s_(own_s
              std::getenv("GOMP_SPINCOUNT") == nullptr;
 }
 
-void Waiting::look(int n_threads) {
+void Waiting::before(int n_threads) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
-    if (!works_ || now - looked_at_ < between_looks) return;
-    const double seconds = std::chrono::duration<double>(now - looked_at_).count();
-    const double idle_s = processors().idle_s, ours_s = own_seconds();
-    const double room = (idle_s - idle_s_ + ours_s - ours_s_) / seconds;
+    const bool paused = now - computed_at_ > pause;
+    if (!works_ || (!paused && now - looked_at_ < between_looks)) return;
+    const int n_wanted = std::min(n_threads, n_cpus_);
+    Processors found = processors();
+    const double seconds = std::chrono::duration<double>(now - looked_at_).count(), ours_s = own_seconds();
+    double room = (found.idle_s - idle_s_ + ours_s - ours_s_) / seconds;
+    if (paused) {
+        const auto room_now = [&] { return found.n_others == 0 ? n_cpus_ - (found.n_running - 1) : n_cpus_; };  // one is this
+        for (int i = 0; i < 4 && should_sleep(room_now(), n_wanted, sleeping_); ++i) {  // what runs for a moment is no load
+            std::this_thread::sleep_for(std::chrono::microseconds(500));
+            found = processors();
+        }
+        room = room_now();
+    }
     looked_at_ = now;
-    idle_s_ = idle_s;
+    idle_s_ = found.idle_s;
     ours_s_ = ours_s;
-    sleep(should_sleep(room, std::min(n_threads, n_cpus_), sleeping_));
+    sleep(should_sleep(room, n_wanted, sleeping_));
+}
+
+void Waiting::after() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    computed_at_ = std::chrono::steady_clock::now();
 }
 
 void Waiting::sleep(bool wanted) {

@@ -28,9 +28,12 @@ class Waiting {
     // The process's own: teams of all threads are counted together.
     static Waiting & of_process();
 
-    // Looks how busy the machine was since the last look, and chooses for a team of n_threads. Cheap: it really looks a few
-    // times a second.
-    void look(int n_threads);
+    // Before n_threads compute: looks how busy the machine is, and chooses. While the process computes it judges by the time
+    // since the last look, and really looks a few times a second only; after a pause, in which others may have come and gone, by
+    // what runs now.
+    void before(int n_threads);
+    // After they have computed.
+    void after();
 
     // "spin", "sleep", or "as it is" where this does nothing.
     std::string state();
@@ -43,7 +46,7 @@ class Waiting {
     bool works_ = false;
     bool sleeping_ = false;
     int n_cpus_ = 0;
-    std::chrono::steady_clock::time_point looked_at_;
+    std::chrono::steady_clock::time_point looked_at_, computed_at_;
     double idle_s_ = 0.0, ours_s_ = 0.0;  // processor seconds at the last look
     struct Parked;
     std::shared_ptr<Parked> parked_;  // the parked team's thread looks after it too
