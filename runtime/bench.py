@@ -28,6 +28,7 @@ from .stats import Stats
 MIN_PAIRS = 5
 MIN_TOKENS = 16  # a budget shortens the texts to this before it drops a pair
 MIN_TIMED_TOKENS = 8  # a text that ends earlier has no speed worth naming
+MAX_SHARE = 1.05  # nobody gains more than drafting for free: such a share speaks of a machine that drifted
 N_WIDTH_DECODES = 4  # decodes of each width between two pairs, the first of them warm-up
 
 Progress = Callable[[int, int], None]
@@ -135,6 +136,9 @@ class Report:
     pairs: list[Pair] = field(default_factory=list)
     row_s: dict[int, list[float]] = field(default_factory=dict)
     divergence: Divergence | None = None
+    noisy: bool = (
+        False  # something else used the machine: speeds can be read, figures that divide them cannot
+    )
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -171,10 +175,23 @@ class Report:
 
     @property
     def round_s(self) -> dict[str, float]:
-        """Where the mean round's seconds go."""
+        """Where the mean round's seconds go; `rest` is text and bookkeeping."""
         stats = self.figures.stats
-        parts = {"draft": stats.draft_s, "verify": stats.verify_s, "accept": stats.accept_s}
+        parts = {
+            "draft": stats.draft_s,
+            "verify": stats.verify_s,
+            "accept": stats.accept_s,
+            "rest": stats.rest_s,
+        }
         return {name: seconds / max(1, stats.n_rounds) for name, seconds in parts.items()}
+
+    @property
+    def coverage(self) -> float | None:
+        """The share of the tokens emitted that a compact head has rows for; None with a full head."""
+        runs = [pair.spec.stats for pair in self.pairs]
+        if any(stats.coverage is None for stats in runs):
+            return None
+        return sum((stats.coverage or 0.0) * stats.n_tokens for stats in runs) / sum(s.n_tokens for s in runs)
 
     @property
     def prompts_sha256(self) -> str:
@@ -188,6 +205,12 @@ class Report:
             return stats.mean_accepted_length / self.v[-1]
         verified = sum(n * v for n, v in zip(stats.rounds_per_depth, self.v, strict=False))
         return (stats.n_rounds + stats.n_accepted) / verified if verified else 1.0
+
+    @property
+    def share_of_bound(self) -> float | None:
+        """How much of the bound was reached; None where the widths' times are too uncertain to say."""
+        share = self.figures.speedup / self.bound
+        return None if self.noisy or share > MAX_SHARE else share
 
     @property
     def tokens_equal(self) -> bool | None:
@@ -210,7 +233,8 @@ class Report:
             "c": self.c,
             "round_s": self.round_s,
             "bound": self.bound,
-            "share_of_bound": self.figures.speedup / self.bound,
+            "share_of_bound": self.share_of_bound,
+            "coverage": self.coverage,
             "tasks": {name: part.to_json() for name, part in self.tasks.items()},
             "n": self.n,
             "temperature": self.temperature,
@@ -284,9 +308,10 @@ def measure(
         raise PromptError(f"every text ended before {MIN_TIMED_TOKENS} tokens: give other prompts")
     if coin is None:
         report.divergence = _first_divergence(model, report)
-    if _is_noisy(report.row_s[1]):
+    report.noisy = any(_is_noisy(seconds) for seconds in report.row_s.values())
+    if report.noisy:
         report.warnings.append(
-            "one-row decodes took very different times: something else uses this machine; measure again"
+            "equal decodes took very different times: something else uses this machine; measure again"
         )
     return report
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -183,12 +183,29 @@ def costs_for(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         >>> costs_for(model).round_s(3)                                         # doctest: +SKIP
         0.0312
     """
-    costs = recall(costs_key(model)) if model.kind else None
+    costs = remembered(model) if model.kind else None
     if costs is None:
         costs = calibrate(model, budget_s=budget_s)
         with suppress(CacheError):  # then it is measured each time
             remember(costs)
     return costs
+
+
+def remembered(model: Model) -> Costs | None:
+    """The costs kept for this model, as far as its depth goes; None where they are to be measured.
+
+    Example:
+        >>> remembered(model) is None                                           # doctest: +SKIP
+        True
+    """
+    costs, depth = recall(costs_key(model)), _n_drafts(model)
+    if costs is None or costs.max_depth < depth:
+        return None
+    return replace(costs, verify_s=costs.verify_s[: depth + 1])
+
+
+def _n_drafts(model: Model) -> int:
+    return min(model.depth, model.settings.batch - 1)
 
 
 def costs_key(model: Model) -> str:
@@ -208,7 +225,6 @@ def costs_key(model: Model) -> str:
         "main": _shapes(model.main.header),
         "kind": model.kind,
         "head": None if head == model.main.path else _shapes(read_model(head)),
-        "depth": model.depth,
         "threads": settings.n_threads,
         "flash_attn": settings.flash_attn,
         "kernels": sorted(t.name for t in model.kernels.ours),
@@ -259,7 +275,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
     if model.kind is None:
         raise LoadError(f"there is no draft to measure: {model.speculation.why} (--sidecar FILE names one)")
     deadline = time.perf_counter() + budget_s
-    depth = min(model.depth, model.settings.batch - 1)
+    depth = _n_drafts(model)
     if depth < 1:
         raise LoadError("a batch of 1 has no room for drafts: raise --batch")
     tokens = model.vocab.tokenize(TEXT)

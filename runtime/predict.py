@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from . import placement
 from .bench import Report, measure, p_accept
 from .cache_folder import CacheFolder, default_root
-from .costs import expected_tokens
+from .costs import Costs
 from .errors import CacheError, LoadError
 from .library import llama
 from .llm import Model, load
@@ -40,33 +40,19 @@ PROMPT = Prompt("def add(first, second):\n    return first + second\n" * 2, "ran
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class RelativeCosts:
-    """What a round costs in decodes of one row: `v[n - 1]` for n rows at once, `c` for a draft step.
+def best_depth(costs: Costs, acceptance: float) -> int:
+    """The fastest depth that the costs cover, the smaller one of equals; 0 means: leave it off.
 
-    >>> costs = RelativeCosts(v=[1.0, 1.2, 1.4], c=0.1)
-    >>> costs.best_depth(0.8), round(costs.speedup(0.8, 2), 3), costs.best_depth(0.2)
-    (2, 1.525, 0)
+    >>> costs = Costs(plain_s=1.0, verify_s=(1.0, 1.2, 1.4), first_draft_s=0.1, draft_step_s=0.1)
+    >>> best_depth(costs, 0.8), best_depth(costs, 0.2)
+    (2, 0)
     """
+    return max(range(costs.max_depth + 1), key=lambda depth: costs.speedup([acceptance] * depth))
 
-    v: Sequence[float]
-    c: float
 
-    def speedup(self, acceptance: float, depth: int) -> float:
-        """How many times plain speed rounds of `depth` drafts are; depth 0 is plain."""
-        return expected_tokens([acceptance] * depth) / self.round_cost(depth)
-
-    def round_cost(self, depth: int) -> float:
-        """What a round of `depth` drafts takes, in decodes of one row."""
-        return self.v[depth] + depth * self.c
-
-    def best_depth(self, acceptance: float) -> int:
-        """The fastest depth that was measured, the smaller one of equals; 0 means: leave it off."""
-        return max(range(len(self.v)), key=lambda depth: self.speedup(acceptance, depth))
-
-    def best_speedup(self, acceptance: float) -> float:
-        """The speed-up at the best depth."""
-        return self.speedup(acceptance, self.best_depth(acceptance))
+def best_speedup(costs: Costs, acceptance: float) -> float:
+    """The speed-up at the best depth."""
+    return costs.speedup([acceptance] * best_depth(costs, acceptance))
 
 
 @dataclass(frozen=True)
@@ -137,18 +123,21 @@ class Prediction:
     kept: bool
 
     @property
-    def costs(self) -> RelativeCosts:
-        return RelativeCosts(self.report.v, self.report.c)
+    def costs(self) -> Costs:
+        """In decodes of one row."""
+        v, c = self.report.v, max(self.report.c, 1e-9)
+        return Costs(plain_s=v[0], verify_s=tuple(v), first_draft_s=c, draft_step_s=c)
 
     @property
     def checked(self) -> tuple[float, float]:
         """The speed-up of the run itself, whose drafts stood by coin tosses, and what the arithmetic says of that run."""
-        figures = self.report.figures
-        return figures.speedup, figures.stats.mean_accepted_length / self.costs.round_cost(self.report.depth)
+        figures, costs = self.report.figures, self.costs
+        round_rows = costs.round_s(self.report.depth) / costs.plain_s
+        return figures.speedup, figures.stats.mean_accepted_length / round_rows
 
     def speedups(self, task: str) -> tuple[float, float]:
         """The best speed-up at the lowest and at the highest acceptance published for a task."""
-        found = [self.costs.best_speedup(p.acceptance) for p in PUBLISHED if p.task == task]
+        found = [best_speedup(self.costs, p.acceptance) for p in PUBLISHED if p.task == task]
         return min(found), max(found)
 
     @property
@@ -179,14 +168,14 @@ class Prediction:
             "plain_tok_s": report.figures.plain_tok_s,
             "row_s": report.one_row_s,
             "draft_step_s": report.draft_step_s,
-            "v": list(costs.v),
-            "c": costs.c,
+            "v": report.v,
+            "c": report.c,
             "table": [
                 {
                     "acceptance": acceptance,
-                    "depth": costs.best_depth(acceptance),
-                    "speedup": costs.best_speedup(acceptance),
-                    "speedup_by_depth": [costs.speedup(acceptance, k) for k in range(len(costs.v))],
+                    "depth": best_depth(costs, acceptance),
+                    "speedup": best_speedup(costs, acceptance),
+                    "speedup_by_depth": [costs.speedup([acceptance] * k) for k in range(len(report.v))],
                 }
                 for acceptance in ACCEPTANCES
             ],

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
-from llama_sidecar.runtime.costs import costs_key, recall
+from llama_sidecar.runtime.costs import remembered
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
@@ -207,6 +207,32 @@ def load_options(function: Command) -> Command:
     return _add(command, _LOAD_OPTIONS)
 
 
+def text_options(n: int) -> Callable[[Command], Command]:
+    """Adds -n and --temp, the length (by default `n`) and temperature of texts that are measured."""
+    options = (
+        click.option(
+            "-n",
+            "--n-predict",
+            "n",
+            type=click.IntRange(2),
+            metavar="N",
+            default=n,
+            show_default=True,
+            help="Tokens per text.",
+        ),
+        click.option(
+            "--temp",
+            "temperature",
+            type=click.FloatRange(0),
+            metavar="T",
+            default=0.0,
+            show_default=True,
+            help="Temperature; 0 is greedy.",
+        ),
+    )
+    return lambda function: _add(function, options)
+
+
 def sampling_options(function: Command) -> Command:
     """Adds the options of sampling and stopping; the command is called with them as `sampling`."""
 
@@ -247,7 +273,7 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)
-    if model.paced and model.kind and recall(costs_key(model)) is None:
+    if model.paced and model.kind and remembered(model) is None:
         problem = cache_folder.problem()
         often = f"at every run, for {problem}" if problem else "once: a few seconds"
         note(f"measuring what drafting costs on this machine, {often}")

@@ -53,10 +53,13 @@ def _what_it_costs(report: Report) -> Iterator[tuple[str, str]]:
     v = " ".join(f"{value:.2f}" for value in report.v)
     yield "verification", f"v(n) = {v} for n = 1 to {n_rows}; one row takes {1000 * report.one_row_s:.2f} ms"
     yield "draft", f"{1000 * report.draft_step_s:.2f} ms a token, c = {report.c:.2f} rows"
-    share = f"{100 * figures.speedup / report.bound:.0f} %"
-    yield "bound", f"L / v({n_rows}) = {report.bound:.2f} with drafts for free; reached: {share}"
+    what = "at the depths chosen, L / v" if report.paced else f"L / v({n_rows})"
+    share = "" if report.share_of_bound is None else f"; reached: {100 * report.share_of_bound:.0f} %"
+    yield "bound", f"{what} = {report.bound:.2f} with drafts for free{share}"
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in report.round_s.items())
     yield "a round", f"{parts} ms"
+    if report.coverage is not None:
+        yield "coverage", f"{100 * report.coverage:.1f} % of the tokens written are in the draft vocabulary"
 
 
 def _tasks(report: Report) -> Iterator[tuple[str, ...]]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 
-from ._options import Loader, load_options
+from ._options import Loader, load_options, text_options
 from ._report import summary
 from ._show import note
 
@@ -30,17 +30,7 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts
     help='Your own prompts: a text file is one, each line of a .jsonl file is one, {"prompt": ...} or {"messages": '
     f"[...]}}; or a built-in set: {', '.join(BUILT_IN)}. May be repeated.  [default: all built-in sets]",
 )
-@click.option(
-    "-n", "--n-predict", "n", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text."
-)
-@click.option(
-    "--temp",
-    "temperature",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Temperature; 0 is greedy.",
-)
+@text_options(128)
 @click.option(
     "-s",
     "--seed",

@@ -19,6 +19,8 @@ from llama_sidecar.runtime.predict import (
     MAX_DEPTH,
     PUBLISHED,
     Prediction,
+    best_depth,
+    best_speedup,
     predict,
     published_near,
 )
@@ -146,7 +148,7 @@ def _summary(prediction: Prediction) -> str:
 
 
 def _measured(prediction: Prediction) -> str:
-    report, costs, shape = prediction.report, prediction.costs, prediction.shape
+    report, shape = prediction.report, prediction.shape
     machine = report.source["machine"]
     measured, predicted = prediction.checked
     head = f"{prediction.n_head_rows:,} of {shape.n_vocab:,} rows"
@@ -156,9 +158,12 @@ def _measured(prediction: Prediction) -> str:
         ("plain", f"{report.figures.plain_tok_s:.1f} tok/s; one row takes {1000 * report.one_row_s:.2f} ms"),
         (
             "verification",
-            f"v(n) = {' '.join(f'{v:.2f}' for v in costs.v)} for n = 1 to {len(costs.v)} rows at once",
+            f"v(n) = {' '.join(f'{v:.2f}' for v in report.v)} for n = 1 to {len(report.v)} rows at once",
         ),
-        ("draft step", f"{1000 * report.draft_step_s:.2f} ms, c = {costs.c:.2f} rows, with a head of {head}"),
+        (
+            "draft step",
+            f"{1000 * report.draft_step_s:.2f} ms, c = {report.c:.2f} rows, with a head of {head}",
+        ),
         (
             "check",
             f"a run at depth {report.depth} with coin tosses gained {measured:.2f}; v and c give {predicted:.2f}",
@@ -171,13 +176,13 @@ def _table(prediction: Prediction) -> str:
     costs = prediction.costs
     rows = []
     for acceptance in ACCEPTANCES:
-        depth = costs.best_depth(acceptance)
+        depth = best_depth(costs, acceptance)
         seen = dict.fromkeys(f"{p.task} [{SOURCES.index(p.source) + 1}]" for p in published_near(acceptance))
         rows.append(
             (
                 f"{acceptance:.2f}",
                 str(depth) if depth else "0: leave it off",
-                f"{costs.best_speedup(acceptance):.2f}",
+                f"{best_speedup(costs, acceptance):.2f}",
                 f"{expected_tokens([acceptance] * depth):.2f}",
                 ", ".join(seen),
             )

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 from llama_sidecar.runtime.tuning import Tuning, tune
 
-from ._options import Loader, load_options
+from ._options import Loader, load_options, text_options
 from ._show import note, table
 from .bench import BUILT_IN
 
@@ -28,17 +28,7 @@ from .bench import BUILT_IN
     metavar="FILE",
     help="Your own prompts, as `bench` takes them. May be repeated.  [default: the built-in ones]",
 )
-@click.option(
-    "-n", "--n-predict", "n", type=click.IntRange(2), default=64, show_default=True, help="Tokens per text."
-)
-@click.option(
-    "--temp",
-    "temperature",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="Temperature; 0 is greedy.",
-)
+@text_options(64)
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
@@ -112,6 +102,4 @@ def _summary(tuning: Tuning) -> str:
     texts = f"{len(tuning.prompts)} prompts, {tuning.n} tokens a text, {sampling}"
     machine = f"{tuning.source['machine']['cpu']}, {tuning.source['threads']} threads"
     kernels = f"kernels: {tuning.source['kernels']['chosen']}"
-    return (
-        f"{table(head, rows)}\n\n{texts}; right by position: {acceptance}; {machine}\n{kernels}\n{tuning.verdict}"
-    )
+    return f"{table(head, rows)}\n\n{texts}; right by position: {acceptance}; {machine}\n{kernels}\n{tuning.verdict}"

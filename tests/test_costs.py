@@ -6,7 +6,7 @@ import doctest
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from llama_sidecar.runtime.costs import (
     costs_key,
     recall,
     remember,
+    remembered,
 )
 from llama_sidecar.runtime.pace import Pace
 from llama_sidecar.runtime.prompts import Prompt
@@ -318,9 +319,24 @@ def test_the_key_is_that_of_shapes_types_and_settings(
 
     same = key()
     assert same == key() == key(seed=1) and len(same) == 32
-    others = [key("T"), key(type="F32"), key(threads=2), key(depth=1), key(cache_type_k="q8_0")]
+    others = [key("T"), key(type="F32"), key(threads=2), key(cache_type_k="q8_0")]
     monkeypatch.setenv("GOMP_SPINCOUNT", "1234")
-    assert len({same, *others, key()}) == 7
+    assert len({same, *others, key()}) == 6
+    assert key() == key(depth=1), "costs of a greater depth serve a smaller one"
+
+
+def test_costs_of_greater_depths_serve_smaller_ones(pair_of: PairOf) -> None:
+    """`tune --depth 6` is for runs without --depth as well."""
+    main = pair_of("R", "Q8_0").main
+    with load(main, ctx=256, threads=1, depth=3) as model:
+        assert remembered(model) is None
+        costs = replace(TRUE, key=costs_key(model))
+        remember(costs)
+        assert remembered(model) == costs == costs_for(model)
+    with load(main, ctx=256, threads=1, depth=2) as model:
+        assert costs_for(model) == replace(costs, verify_s=TRUE.verify_s[:3])
+    with load(main, ctx=256, threads=1, depth=4) as model:
+        assert remembered(model) is None
 
 
 def test_a_model_without_a_drafter_has_no_costs(pair_of: PairOf) -> None:

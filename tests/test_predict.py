@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from gguf import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.runtime import LoadError, load, predict, random_model
+from llama_sidecar.runtime.costs import Costs
 from llama_sidecar.runtime.errors import CacheError
-from llama_sidecar.runtime.predict import Prediction, RelativeCosts
+from llama_sidecar.runtime.predict import Prediction, best_depth, best_speedup
 from llama_sidecar.runtime.random_model import SHAPES, TYPES, RandomPair, Shape, random_pair
 from llama_sidecar.scripts.predict import command
 from llama_sidecar.sidecars import read_header
@@ -191,12 +192,15 @@ def test_the_head_is_cut_as_in_real_use_and_not_left_in_the_cache(
 
 
 def test_the_table_by_hand() -> None:
-    costs = RelativeCosts(v=[1.0, 1.5, 1.8], c=0.1)
-    assert costs.speedup(0.8, 0) == 1.0
-    assert costs.speedup(0.8, 1) == pytest.approx(1.8 / 1.6)
-    assert costs.speedup(0.8, 2) == pytest.approx(2.44 / 2.0)
-    assert (costs.best_depth(0.8), costs.best_speedup(0.8)) == (2, pytest.approx(1.22))
-    assert (costs.best_depth(0.5), costs.best_speedup(0.5)) == (0, 1.0)  # 1.5 / 1.6 and 1.75 / 2.0 are slower
+    costs = Costs(plain_s=1.0, verify_s=(1.0, 1.5, 1.8), first_draft_s=0.1, draft_step_s=0.1)
+    assert costs.speedup([]) == 1.0
+    assert costs.speedup([0.8]) == pytest.approx(1.8 / 1.6)
+    assert costs.speedup([0.8, 0.8]) == pytest.approx(2.44 / 2.0)
+    assert (best_depth(costs, 0.8), best_speedup(costs, 0.8)) == (2, pytest.approx(1.22))
+    assert (best_depth(costs, 0.5), best_speedup(costs, 0.5)) == (
+        0,
+        1.0,
+    )  # 1.5 / 1.6 and 1.75 / 2.0 are slower
 
 
 @pytest.mark.parametrize(
