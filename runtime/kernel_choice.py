@@ -26,9 +26,10 @@ from .cache_folder import CacheFolder
 from .errors import CacheError, LoadError
 from .kernels import TRIAL_BYTES, Trial
 
-NAMES = ("auto", "ours", "stock")
-DEFAULT = "stock"
+NAMES: tuple[str, ...] = ("auto", "ours", "stock")
+DEFAULT: str = "stock"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
+CLEAR_GAIN = 1.25  # in a trial: a decode has more between its products, which costs models of a few megabytes up to 20 %
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
 MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
 REPEATS = 6
@@ -120,9 +121,9 @@ def choose(
     if not shapes:
         return Choice(frozenset(), "there are none for these types")
     trials = _measured(shapes, n_rows=_n_rows(max_rows), threads=threads, repacked=repacked)
-    slower = {trial.type for trial in trials if trial.ours_gains <= 1}
+    slower = {trial.type for trial in trials if trial.ours_gains < CLEAR_GAIN}
     if len(slower) == len(trials):
-        return Choice(frozenset(), "ours are no faster here", trials)
+        return Choice(frozenset(), "ours are not clearly faster here", trials)
     gains = [trial.ours_gains for trial in trials if trial.type not in slower]
     span = f"{min(gains):.1f}" if len(gains) == 1 else f"{min(gains):.1f} to {max(gains):.1f}"
     return Choice(present - slower, f"{span} times as fast here", trials)
