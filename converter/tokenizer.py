@@ -45,6 +45,9 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ): ("tiny_aya", "cohere2moe"),
     (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    ): ("bailingmoe", "bailingmoe2"),
+    (
         r"\p{N}{1,3}",
         r"[一-龥぀-ゟ゠-ヿ]+",
         _MARKS + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+" + _SPACES,

@@ -48,6 +48,7 @@ COMPACT_SOURCE = "sidecar.compact.source"
 # Ends of the names of matrices that stay F32 whatever type is asked for, in llama.cpp's files and ours.
 ALWAYS_F32 = (
     "_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight", ".indexer.proj.weight",
+    ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight",
 )  # fmt: skip
 
 TOKEN_EMBD = "token_embd.weight"

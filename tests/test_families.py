@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_transposed_matrices_are_the_same_in_any_slices(tmp_path: Path) -> None:
         stored = tensors["layers.0.self_attn.kv_b_proj.weight"]
         per_head = stored.rows(0, stored.n_rows).reshape(n_heads, nope + head_v, latent)
         cuts = [0, 1, 63, 64, 65, 200, one.n_rows]
-        sliced = [one.rows(a, b).view(np.float32) for a, b in zip(cuts, cuts[1:], strict=False)]
+        sliced = [one.rows(a, b).view(np.float32) for a, b in pairwise(cuts)]
     np.testing.assert_array_equal(whole.reshape(n_heads, latent, nope), per_head[:, :nope].swapaxes(1, 2))
     np.testing.assert_array_equal(np.concatenate(sliced), whole)
 

@@ -189,6 +189,12 @@ def expert_group_keys(config: Config, n_experts: int) -> dict[str, Key]:
     }
 
 
+def limits(config: Config, name: str, n_blocks: int) -> list[float]:
+    """What a list of config.json clamps each block's gated values to; 0 does not clamp, nor does what the list leaves out."""
+    said = [checked_number(name, limit or 0) for limit in config[name]]
+    return (said + [0.0] * n_blocks)[:n_blocks]
+
+
 # Attention.
 
 
@@ -245,7 +251,7 @@ def latent_keys(config: Config) -> dict[str, Key]:
     return keys
 
 
-def latent_attention(config: Config, source: str, target: str) -> Iterator[Placement]:
+def latent_attention(config: Config, source: str, target: str, output: str = "o_proj") -> Iterator[Placement]:
     """Multi-head latent attention; the projection back from the latent is split per head, the keys' half transposed."""
     hidden, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads", MAX_HEADS)
     latent, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
@@ -269,7 +275,7 @@ def latent_attention(config: Config, source: str, target: str) -> Iterator[Place
         rows=keys, source_shape=stack, transposed=True,
     )  # fmt: skip
     yield place(f"{target}attn_v_b.weight", joined, n_heads, head_v, latent, rows=values, source_shape=stack)
-    yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_heads * head_v)
+    yield place(f"{target}attn_output.weight", f"{source}{output}.weight", hidden, n_heads * head_v)
 
 
 # Heads.

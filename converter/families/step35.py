@@ -68,8 +68,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
         "swiglu_limits_shared": "swiglu_clamp_shexp",
     }.items():
         if config.get(name) is not None:
-            limits = [checked_number(name, limit or 0) for limit in config[name]]
-            own[key] = (limits + [0.0] * n_blocks)[:n_blocks]
+            own[key] = _parts.limits(config, name, n_blocks)
     if n_head_layers:
         own["nextn_predict_layers"] = n_head_layers
     return shared_keys(plain, ARCH, n_blocks) | {f"{ARCH}.{name}": value for name, value in own.items()}
