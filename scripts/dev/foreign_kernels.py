@@ -42,7 +42,7 @@ def command(compiler: str, emulator: str) -> None:
                     x = rng.standard_normal((MAX_ROWS, n_in)).astype(np.float32)
                     shape = [type.value, N_OUT, weights.nbytes // N_OUT, n_in, MAX_ROWS]
                     data = weights.tobytes() + x.tobytes()
-                    answer = [emulator, program, name, *map(str, shape)]
+                    answer: list[str | Path] = [emulator, program, name, *map(str, shape)]
                     out = np.frombuffer(
                         subprocess.run(answer, input=data, check=True, capture_output=True).stdout, np.float32
                     )
@@ -69,7 +69,17 @@ def build(compiler: str, folder: Path) -> Path:
         (ROOT / "scripts/dev/foreign_kernels.cpp", []),
     ]:
         objects.append(folder / f"{source.stem}.o")
-        build_one = [compiler, *FLAGS, *flags, "-I", SOURCES, "-c", source, "-o", objects[-1]]
+        build_one: list[str | Path] = [
+            compiler,
+            *FLAGS,
+            *flags,
+            "-I",
+            SOURCES,
+            "-c",
+            source,
+            "-o",
+            objects[-1],
+        ]
         subprocess.run(build_one, check=True)
     subprocess.run([compiler, "-static", *objects, "-o", folder / "driver"], check=True)
     return folder / "driver"

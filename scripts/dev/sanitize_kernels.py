@@ -29,7 +29,7 @@ spec.loader.exec_module(sys.modules[spec.name])
 def command(folder: Path, tests: tuple[str, ...]) -> None:
     """Run TESTS (default: tests/test_smallbatch.py) under the sanitizers."""
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1"
-    configure = [
+    configure: list[str | Path] = [
         "cmake",
         "-S",
         ROOT / "runtime/native",
