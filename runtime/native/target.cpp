@@ -83,7 +83,7 @@ std::vector<uint8_t> Target::state() {
 }
 
 void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
-    clear();
+    reset(false);  // what is restored is all that will be read: zeros would take longer than the state itself
     dirty_ = true;
     if (api().state_seq_set_data(ctx_, state.data(), state.size(), 0, 0) == 0) {
         throw LibraryError("llama.cpp could not take over a sequence's state of " + std::to_string(state.size()) + " bytes");
@@ -92,8 +92,10 @@ void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
     dirty_ = false;
 }
 
-void Target::clear() {
-    api().memory_clear(api().get_memory(ctx_), true);
+void Target::clear() { reset(true); }
+
+void Target::reset(bool zero) {
+    api().memory_clear(api().get_memory(ctx_), zero);
     n_past_ = n_cells_ = n_last_rows_ = 0;
     checkpoint_.clear();
     since_.clear();

@@ -68,6 +68,7 @@ class Target {
     int64_t n_restores() const { return n_restores_; }
 
   private:
+    void reset(bool zero);  // `zero` also fills llama.cpp's buffers with zeros
     void run(const llama_token * tokens, int32_t n, Outputs outputs);
     void save_checkpoint();
     void restore_checkpoint();
