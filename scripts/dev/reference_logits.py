@@ -57,6 +57,9 @@ BLOCKS = {
     "glm_dsa": Head(),
     "hy_v3": Head("final_layernorm"),
     "mimo2": Head("final_layernorm", is_windowed=True, is_before_norm=True),
+    "qwen35": Head(shift=1.0),
+    "qwen35moe": Head(shift=1.0),
+    "qwen3next": Head(shift=1.0),
     "step35": Head(output="shared_head.output", is_windowed=True, is_before_norm=True, shift=1.0),
 }
 
@@ -85,7 +88,8 @@ def main(only: str | None, out: Path) -> None:
             if arch == "nemotron_h_moe":
                 head.add(name, _nemotron_logits(model, checkpoint))
             elif arch in BLOCKS:
-                head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
+                if "text_config" not in json.loads((checkpoint / "config.json").read_text(encoding="utf-8")):
+                    head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
             elif getattr(model.config.get_text_config(), "num_mtp_layers", None):
                 head.add(name, _head_logits(model, found.hidden_states[-1]))
     trunk.write()
@@ -131,19 +135,26 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
     n_layers = model.config.num_hidden_layers
     weights = load_file(checkpoint / "model.safetensors")
     head = f"model.layers.{n_layers}."
-    if not any(name.startswith(head) for name in weights):
-        weights = {name.replace("model.mtp.layers.0.", head): t for name, t in weights.items()}
-        weights = {
-            name.replace("pre_mlp_layernorm", "post_attention_layernorm"): t for name, t in weights.items()
-        }
+    renamed = {
+        "model.mtp.layers.0.": head, "mtp.layers.0.": head, "pre_mlp_layernorm": "post_attention_layernorm",
+        "mtp.fc.": f"{head}eh_proj.", "mtp.norm.": f"{head}shared_head.norm.",
+        "mtp.pre_fc_norm_embedding.": f"{head}enorm.", "mtp.pre_fc_norm_hidden.": f"{head}hnorm.",
+    }  # fmt: skip
+    for stored, own in renamed.items():
+        weights = {name.replace(stored, own): t for name, t in weights.items()}
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = n_layers + 1
     config["index_topk"] = config["max_position_embeddings"]  # llama.cpp's heads attend to all positions
     if "indexer_types" in config:
         config["indexer_types"].append("full")
     if len(config.get("layer_types", [])) == n_layers:
-        config["layer_types"].append("sliding_attention")
-        config["mlp_layer_types"] = [*model.config.mlp_layer_types, "dense" if kind.is_windowed else "sparse"]
+        is_mixed = "sliding_attention" in config["layer_types"]
+        config["layer_types"].append("sliding_attention" if is_mixed else "full_attention")
+        if hasattr(model.config, "mlp_layer_types"):
+            config["mlp_layer_types"] = [
+                *model.config.mlp_layer_types,
+                "dense" if kind.is_windowed else "sparse",
+            ]
     elif kind.is_windowed:  # the lists go on for the head
         config["num_nextn_predict_layers"] -= 1
     longer = checkpoint.with_name("longer")
