@@ -27,7 +27,7 @@ from .errors import CacheError, LoadError
 from .kernels import TRIAL_BYTES, Trial
 
 NAMES: tuple[str, ...] = ("auto", "ours", "stock")
-DEFAULT: str = "stock"
+DEFAULT: str = "auto"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
 CLEAR_GAIN = 1.25  # in a trial: a decode has more between its products, which costs models of a few megabytes up to 20 %
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide

@@ -275,7 +275,7 @@ def test_a_compact_sidecar_given_by_name_is_used_as_it_is(
         assert tokens == run(model, spec_type="none")[0]
         assert coverage is not None and 0 < coverage < 1
         assert set(tokens[-5:]) <= set(model.draft_vocab.ids)  # rows out of the main file
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "heads").exists()
     with load(pair.main, pair.sidecar, ctx=256, threads=1, draft_vocab=100) as model:
         assert model.draft_vocab is not None and model.draft_vocab.ids != list(range(20, 120))
 
