@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
     from .session import Session
 
 BUDGET_S = 4.5  # what is promised is 5, and the last turn may take a little longer than the one before
-MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change, and a bad hour shall be forgotten
+MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change
+BUSY_AGE_S = 600.0  # costs of a busy machine
+BUSY_PREEMPTIONS = (
+    1000  # a second: with another program on the cores it is 3,000 to 15,000, otherwise up to 150
+)
 MAX_TURNS = 15
 MAX_DEPTHS = 9  # measured in a turn; those between are interpolated
 N_CTX = 512
@@ -43,7 +48,7 @@ COIN = 0.5  # some rounds then follow on one with many drafts that stood, and so
 WEAK = 0.1  # of an opinion against a measurement
 N_FITS = 30
 CALM = 1.15  # a median so far above the fastest third was disturbed
-SCHEMA = 2
+SCHEMA = 3
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
 
 import csv
@@ -84,6 +89,7 @@ class Costs:
         overhead_s: everything else in a round, whatever it emits.
         token_s: everything else, for each token emitted (choosing it, its text).
         change_s: what the first round at another depth takes longer (llama.cpp makes new graphs).
+        calm: whether the machine did nothing else when they were measured.
         n_threads: CPU threads these were measured with.
         key: what they were measured on, see `costs_key`.
 
@@ -105,6 +111,7 @@ class Costs:
     overhead_s: float = 0.0
     token_s: float = 0.0
     change_s: float = 0.0
+    calm: bool = True
     n_threads: int = 0
     key: str = ""
 
@@ -159,6 +166,7 @@ class Costs:
             return cls(
                 **{name: float(data[name]) for name in seconds},
                 verify_s=tuple(float(s) for s in data["verify_s"]),
+                calm=bool(data["calm"]),
                 n_threads=int(data["n_threads"]),
                 key=str(data["key"]),
             )
@@ -238,7 +246,8 @@ def recall(key: str) -> Costs | None:
     with suppress(OSError, ValueError, CacheError):
         path = CacheFolder().path("costs", f"{key}.json")
         costs = Costs.from_json(json.loads(path.read_bytes()))
-        if costs.key == key and time.time() - path.stat().st_mtime < MAX_AGE_S:
+        max_age_s = MAX_AGE_S if costs.calm else BUSY_AGE_S
+        if costs.key == key and time.time() - path.stat().st_mtime < max_age_s:
             return costs
     return None
 
@@ -274,7 +283,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
     """
     if model.kind is None:
         raise LoadError(f"there is no draft to measure: {model.speculation.why} (--sidecar FILE names one)")
-    deadline = time.perf_counter() + budget_s
+    started, n_preempted = time.perf_counter(), _n_preempted()
     depth = _n_drafts(model)
     if depth < 1:
         raise LoadError("a batch of 1 has no room for drafts: raise --batch")
@@ -283,8 +292,19 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         model.session(ctx=N_CTX, spec_type="none", learn=False) as plain,
         model.session(ctx=N_CTX, depth=depth, learn=False) as drafting,
     ):
-        plain_rounds, rounds = _measure(plain, drafting, tokens, depth, deadline)
-    return _costs(plain_rounds, rounds, depth, n_threads=model.settings.n_threads, key=costs_key(model))
+        plain_rounds, rounds = _measure(plain, drafting, tokens, depth, started + budget_s)
+    preemptions = (_n_preempted() - n_preempted) / (time.perf_counter() - started)
+    return replace(
+        _costs(plain_rounds, rounds, depth),
+        calm=preemptions < BUSY_PREEMPTIONS,
+        n_threads=model.settings.n_threads,
+        key=costs_key(model),
+    )
+
+
+def _n_preempted() -> int:
+    """How often this process was made to wait for others."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 @dataclass(frozen=True)
@@ -381,9 +401,7 @@ def _typical(seconds: Sequence[float]) -> float:
     return max(typical, 1e-9)  # a clock may be too coarse for a small model
 
 
-def _costs(
-    plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int, *, n_threads: int, key: str
-) -> Costs:
+def _costs(plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int) -> Costs:
     """Widths that were not measured are interpolated."""
     first_rounds = [r for r in rounds if r.changed]
     plain_rounds = [r for r in plain_rounds if not r.changed] or plain_rounds
@@ -414,8 +432,6 @@ def _costs(
         overhead_s=max(overhead_s, 0.0),
         token_s=max(token_s, 0.0),
         change_s=max(change_s, 0.0),
-        n_threads=n_threads,
-        key=key,
     )
 
 

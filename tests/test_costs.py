@@ -21,6 +21,7 @@ from llama_sidecar.runtime import costs as costs_module
 from llama_sidecar.runtime import pace as pace_module
 from llama_sidecar.runtime.cache_folder import VARIABLE, CacheFolder
 from llama_sidecar.runtime.costs import (
+    BUSY_AGE_S,
     MAX_AGE_S,
     Costs,
     calibrate,
@@ -235,7 +236,7 @@ def test_costs_survive_json() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 1},
+        {"schema": 2},
         {"plain_s": 0},
         {"plain_s": "nan"},
         {"verify_s": [1.0]},
@@ -274,10 +275,27 @@ def test_costs_are_recalled_by_their_key_alone(kept: Path) -> None:
     assert recall("f" * 32) is None, "another machine's file under this name"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 2}', None])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"schema": 3}', None])
 def test_a_damaged_file_is_no_memory(kept: Path, content: bytes | None) -> None:
     kept.write_bytes(kept.read_bytes()[:-20] if content is None else content)
     assert recall(KEY) is None
+
+
+def test_costs_of_a_busy_machine_are_soon_measured_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(replace(TRUE, key=KEY, calm=False))
+    assert recall(KEY) == replace(TRUE, key=KEY, calm=False)
+    old = kept.stat().st_mtime - BUSY_AGE_S - 1
+    os.utime(kept, (old, old))
+    assert recall(KEY) is None
+
+
+@pytest.mark.parametrize("per_s, calm", [(100, True), (5000, False)])
+def test_a_busy_machine_is_noticed(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, per_s: int, calm: bool
+) -> None:
+    """By how often the process had to wait for others."""
+    monkeypatch.setattr(costs_module, "_n_preempted", lambda: per_s * costs_module.time.perf_counter())
+    assert measured()[0].calm is calm
 
 
 def test_old_costs_are_measured_again(kept: Path) -> None:
