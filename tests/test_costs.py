@@ -191,6 +191,12 @@ def test_contention_and_drift_are_not_taken_for_cost(
     assert shares(costs) == pytest.approx(shares(TRUE), rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [1.5, 2.5, 5])
+def test_no_calibration_takes_longer_than_promised(measured: Any, factor: float) -> None:
+    """Five seconds, for rows of up to 0.17 s."""
+    assert measured(scaled(TRUE, factor))[2] < 5
+
+
 def test_a_small_model_is_measured_in_less(measured: Any) -> None:
     assert measured(scaled(TRUE, 0.01))[2] < 0.5
 
