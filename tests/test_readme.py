@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import click
 import pytest
 
-from llama_sidecar.converter.families import families
 from llama_sidecar.runtime._native import drafter_kinds
 from llama_sidecar.scripts.__main__ import cli
 from llama_sidecar.sidecars import KINDS
@@ -21,7 +21,9 @@ PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((
 
 
 def family_rows() -> list[str]:
-    return [f"| {', '.join(f'`{name}`' for name in f.CLASSES)} | `{f.ARCH}` |" for f in families().values()]
+    """As the script that maintainers make the table with prints them."""
+    rows: list[str] = runpy.run_path(str(ROOT / "scripts" / "dev" / "family_table.py"))["rows"]()
+    return rows
 
 
 def kind_rows() -> list[str]:
