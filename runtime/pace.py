@@ -46,6 +46,9 @@ LOOK_SHARE = 0.015  # of the time may be lost by looking
 MAX_DEBT = 30.0  # tokens: it still looks every 2,000
 MAX_CREDIT = 10.0  # tokens won by drafting that later looks may spend before they run into debt: three looks
 MIN_WAIT, MAX_WAIT = 16, 512  # plain tokens between looks: doubled with each failure in a row
+CATCH_UP_ROWS = (
+    50  # that many rows' seconds are what the drafter's catching up is thought to cost before it was seen
+)
 BEST = 0.98  # the highest acceptance worth hoping for: where even this would not pay nothing is tried
 
 RATE = 0.05  # how far one round moves the drafter's cost (as a power)
@@ -135,7 +138,8 @@ class Pace:
         self._n_plain = 0  # plain tokens since the last stretch
         self._wait = 0  # of them before the next look, debt or no debt
         self._debt = 0.0  # tokens lost and not yet paid off when it began; below 0: won
-        self._catch_up = 0.0  # tokens that the last stretch lost by catching up on plain ones
+        # Tokens that the last stretch lost by catching up on plain ones.
+        self._catch_up = CATCH_UP_ROWS * costs.catch_up_s / costs.plain_s
         self._n_failures = 0  # losing stretches in a row
         if self._may_pay:
             self._begin_stretch()
@@ -207,8 +211,10 @@ class Pace:
         if self._n_rounds:
             self._learn_draft(draft_s / expected_s)
             draft_s = min(draft_s, STALL * expected_s)
-        else:  # the first draft also caught up on all the tokens decoded plainly
+        else:  # the first draft also caught up on all the tokens decoded plainly, which says nothing about the text
             self._catch_up = max(0.0, draft_s - expected_s) / self._plain_s()
+            self._lost += self._catch_up
+            draft_s = expected_s
         self._compare(n_drafted, verify_s)
         self._fade(1)
         for i in range(min(n_accepted + 1, n_drafted)):

@@ -52,6 +52,41 @@ def test_a_drafter_that_is_always_wrong_is_left_and_tried_again_and_changes_no_t
     assert sum(rounds[1:]) > 0, "after a first try"
 
 
+class Late:
+    """Decodes plainly for `n_plain` rounds and then drafts two tokens a round."""
+
+    switch_s = 0.0
+
+    def __init__(self, n_plain: int) -> None:
+        self._n_plain = n_plain
+
+    @property
+    def drafting(self) -> bool:
+        return self._n_plain <= 0
+
+    def depth(self) -> int:
+        return 2 if self.drafting else 0
+
+    def plain_in_place(self) -> None:
+        pass
+
+    def observe(self, *_: object) -> None:
+        self._n_plain -= 1
+
+
+@pytest.mark.parametrize("n_plain", [127, 128, 129, 500])
+def test_after_a_long_pause_the_head_begins_anew(pair_of: PairOf, n_plain: int) -> None:
+    """It gives up the oldest rows, and drafts on from the others."""
+    with load(pair_of("R", "Q8_0").main, ctx=1024, threads=1, depth=2, flash_attn="off") as model:
+        plain, _ = ids(model, n=n_plain + 50, spec_type="none")
+        with model.session() as session:
+            session.pace = Late(n_plain)
+            generation = session.generate(PROMPT, max_tokens=n_plain + 50, temperature=0, ignore_eos=True)
+            generation.read()
+        assert generation.stats.n_drafted > 0
+        assert generation.tokens == plain
+
+
 def test_where_drafting_cannot_pay_nothing_is_drafted(model: Model) -> None:
     pretend(model, DEAR)
     tokens, rounds = ids(model)

@@ -6,7 +6,7 @@
 // Cells are of two sorts. The first n_true_ were made from the target's hidden rows and stay. Those after them were made
 // from the head's own rows while drafting and are dropped before the next decode. Rows that the target has handed over
 // but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass. While nobody drafts
-// they only pile up, so that a pause in drafting costs nothing until it ends.
+// they only pile up, so that a pause in drafting costs nothing until it ends; where it lasts, the oldest are given up.
 //
 // A compact head knows some of the target's tokens only (sidecars/compact.py). Its rows are mapped where tokens enter the
 // batch and where drafts leave it; everything between speaks of the target's ids.
@@ -22,6 +22,7 @@ namespace sidecar {
 namespace {
 
 constexpr size_t max_queued = 1024;  // rows that may wait: 4 MB at a width of 1,024
+constexpr size_t max_behind = 128;   // rows decoded one by one, without drafts, before the head gives up knowing all of them
 
 class Mtp final : public Drafter {
   public:
@@ -59,6 +60,7 @@ class Mtp final : public Drafter {
             if (pos + i > n_known) throw std::logic_error("the mtp drafter was not shown every position");
             if (pos + i == n_known) {
                 push(tokens[i]);
+                if (n == 1 && tokens_.size() == max_behind) begin_at(max_behind / 2);
                 if (tokens_.size() == max_queued) catch_up();
             }
             std::memcpy(carry_.data(), hidden + size_t(i) * n_embd_, n_embd_ * sizeof(float));
@@ -141,6 +143,16 @@ class Mtp final : public Drafter {
         const float * hidden = api().get_embeddings_nextn_ith(ctx_, row);
         if (hidden == nullptr) throw LibraryError("llama.cpp has no hidden row for the draft step");
         return hidden;
+    }
+
+    // Forgets all cells and all queued ones but the last n, where it begins anew: the way back from plain decoding stays short
+    // however long that lasted. It costs the text before them, so drafts may be worse.
+    void begin_at(size_t n) {
+        const size_t n_dropped = tokens_.size() - n;
+        api().memory_clear(api().get_memory(ctx_), true);
+        n_true_ = n_cells_ = n_true_ + int32_t(n_dropped);
+        tokens_.erase(tokens_.begin(), tokens_.begin() + ptrdiff_t(n_dropped));
+        rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n_dropped) * ptrdiff_t(n_embd_));
     }
 
     // Queues the cell (carry, token).
