@@ -237,9 +237,19 @@ def test_what_a_file_is_called_reaches_no_terminal_raw(capsys: pytest.CaptureFix
     assert "\x1b" not in shown and shown.count("\n") == 2 and shown.count("\\x1b[31m\\n.gguf") == 3
 
 
-def test_a_reader_that_leaves_early_causes_no_traceback(main: Path) -> None:
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """A main file whose greedy text never ends by itself."""
+
+    def never_end(tensors: dict[str, np.ndarray]) -> None:
+        tensors["token_embd.weight"][0] = 0  # token 0 ends a text, and its logit is then never the largest
+
+    return models.write_pair(tmp_path, edit=never_end).main
+
+
+def test_a_reader_that_leaves_early_causes_no_traceback(endless: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "run", str(main), "-p", "a", "-n", "600", "--temp", "1"],
+        [*COMMAND, "run", str(endless), "-p", "a", "-n", "4000", "--temp", "0", "--depth", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -250,11 +260,7 @@ def test_a_reader_that_leaves_early_causes_no_traceback(main: Path) -> None:
     assert process.wait(60) == 1 and "Traceback" not in errors and "Exception ignored" not in errors
 
 
-def test_ctrl_c_ends_run_quietly(tmp_path: Path) -> None:
-    def never_end(tensors: dict[str, np.ndarray]) -> None:
-        tensors["token_embd.weight"][0] = 0  # token 0 ends a text, and its logit is then never the largest
-
-    endless = models.write_pair(tmp_path, edit=never_end).main
+def test_ctrl_c_ends_run_quietly(endless: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "run", str(endless), "-p", "a", "-n", "4000", "--temp", "0", "--depth", "1"],
         stdout=subprocess.PIPE,
