@@ -349,8 +349,11 @@ def test_the_key_is_that_of_shapes_types_and_settings(
     assert key() == key(depth=1), "costs of a greater depth serve a smaller one"
 
 
-def test_costs_of_greater_depths_serve_smaller_ones(pair_of: PairOf) -> None:
+def test_costs_of_greater_depths_serve_smaller_ones(
+    pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`tune --depth 6` is for runs without --depth as well."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     main = pair_of("R", "Q8_0").main
     with load(main, ctx=256, threads=1, depth=3) as model:
         assert remembered(model) is None
