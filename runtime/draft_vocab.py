@@ -66,20 +66,22 @@ class DraftVocab:
         worst = np.argsort(-rank[self.ids])[: max(1, len(self.ids) // SPARE_SHARE)]
         return collections.OrderedDict((self.ids[row], int(row)) for row in worst)
 
+    def count_known(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens have a row."""
+        return sum(self._has_row[token] for token in tokens)
+
     def adopt(self, tokens: Sequence[int]) -> int:
         """Gives a row to each of these tokens that has none, as far as there are spare ones; returns how many had one.
 
         Call it in the model's turn, when nothing computes. Once the files cannot be read any more, nothing changes.
         """
-        n_known = 0
+        n_known = self.count_known(tokens)
         new: dict[int, None] = {}
         for token in tokens:
-            if self._has_row[token]:
-                n_known += 1
-                if token in self._spare:
-                    self._spare.move_to_end(token)
-            else:
+            if not self._has_row[token]:
                 new[token] = None
+            elif token in self._spare:
+                self._spare.move_to_end(token)
         if new and self._can_give:
             self._give_rows(list(new)[-len(self._spare) :])
         return n_known

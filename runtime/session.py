@@ -74,6 +74,7 @@ class Session:
         self.kind: str | None = None
         self._draft_vocab: DraftVocab | None = None
         self._vocab_version = 0  # which the drafter knows of it
+        self._seen: list[int] = []  # tokens that may want a row of it, for the next draft
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
@@ -265,17 +266,24 @@ class Session:
         if pace is not None and native.is_plain != was_plain:
             pace.switch_s = time.perf_counter() - started
 
-    def _adopt(self, tokens: Sequence[int]) -> int:
-        """Gets the head rows for tokens that it has none for, in the model's turn; returns how many had one."""
+    def _see(self, tokens: Sequence[int]) -> int:
+        """Notes tokens for `_adopt_seen`; returns how many have a row."""
+        if self._draft_vocab is None:
+            return 0
+        self._seen += tokens
+        return self._draft_vocab.count_known(tokens)
+
+    def _adopt_seen(self) -> None:
+        """Gets the head rows for the tokens seen that it has none for: in the model's turn, before it drafts again."""
         vocab = self._draft_vocab
         if vocab is None:
-            return 0
-        n_known = vocab.adopt(tokens)
+            return
+        vocab.adopt(self._seen)
+        self._seen.clear()
         if vocab.version != self._vocab_version:  # another session may have changed it, too
             for row, token in vocab.changes(self._vocab_version):
                 self._native.set_row(row, token)
             self._vocab_version = vocab.version
-        return n_known
 
     @property
     def _native(self) -> Any:
@@ -455,6 +463,8 @@ class Generation(Iterator[str]):
                     if pace is not None or not is_placed:
                         session._place(native, pace)
                         is_placed = True
+                    if depth:  # reading rows takes longer than all else here: not while decoding plainly
+                        session._adopt_seen()
                     round_ = native.step(chooser, depth, request.ignore_eos)
                     tokens = round_.tokens
                     n_used, shown = self._take(tokens)
@@ -463,9 +473,8 @@ class Generation(Iterator[str]):
                         del tokens[n_used:]
                     history += tokens
                     session._history = history
-                    if session._draft_vocab is not None:
-                        self._n_known += session._adopt(tokens)
-                        self._n_chosen += len(tokens)
+                    self._n_known += session._see(tokens)
+                    self._n_chosen += len(tokens)
                 draft_s, verify_s = round_.draft_s, round_.verify_s
                 if pace is not None:
                     pace.observe(round_.n_drafted, round_.n_accepted, draft_s, verify_s)
@@ -475,6 +484,9 @@ class Generation(Iterator[str]):
                 stats.accept_s += round_.accept_s
                 stats.generate_s += time.perf_counter() - started
                 yield shown
+            if request.depth:
+                with turns:
+                    session._adopt_seen()
             tail = self._stream.finish(cut=self.finish_reason != "stop")
             self._shown.append(tail)
             yield tail
@@ -525,7 +537,8 @@ class Generation(Iterator[str]):
             else:
                 native.clear()
             todo = tokens[self.stats.n_reused :]
-            session._adopt(todo)
+            session._see(todo)
+            session._adopt_seen()
         while todo:
             if session._cancelled:
                 return None
@@ -534,7 +547,7 @@ class Generation(Iterator[str]):
                 native.feed(piece, not todo)
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
-                    self._n_known += session._adopt([first])
+                    self._n_known += session._see([first])
                     self._n_chosen += 1
         self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
         return first

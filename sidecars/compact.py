@@ -404,11 +404,13 @@ def read_rows(
         old, new = source.header.tensors.get(name), compact.header.tensors[name]
         if old is None or old.shape[0] != new.shape[0]:
             raise errors.CannotCut(f"{source.path}: {name} is not there, of which {compact.path} has rows")
-        stored = np.concatenate(list(_pieces(old, ids)))
-        rows[name] = (stored if old.type == new.type else _encoded(_dequantised(old, stored), new.type))[
-            places
-        ]
+        rows[name] = _as_stored(old, np.concatenate(list(_pieces(old, ids))), new.type)[places]
     return rows
+
+
+def _as_stored(info: TensorInfo, rows: NDArray[np.uint8], kind: int) -> NDArray[np.uint8]:
+    """Stored rows of a tensor in a type: as they are where it is their own."""
+    return rows if info.type == kind else _encoded(_dequantised(info, rows), kind)
 
 
 def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -519,7 +521,7 @@ def _write_data(
     for info in plan:
         old = head.tensors[info.name]
         for stored in _pieces(old, None if old.shape == info.shape else ids):
-            piece = stored if info.type == old.type else _encoded(_dequantised(old, stored), info.type)
+            piece = _as_stored(old, stored, info.type)
             out.write(piece.data)
             done += piece.nbytes
             if progress:
