@@ -6,10 +6,7 @@ caches; every figure is the fastest of several passes. Beside ours stands llama.
 
 from __future__ import annotations
 
-import os
 import time
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before llama_cpp brings OpenMP in
 
 import click
 import numpy as np
