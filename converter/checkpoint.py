@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint folder: its configuration, and the tensors of all its files by name.
+"""A Hugging Face checkpoint: its configuration, and the tensors of all its files by name.
 
-Knows which files a folder may have (config.json, the index, shards listed and not) and which one decides. Does not know
-how a file stores its tensors, what a tensor means, nor any GGUF name.
+Knows which files a checkpoint may have (config.json, the index, shards listed and not) and which one decides. Does not know
+where it lies (places.py), how a file stores its tensors, what a tensor means, nor any GGUF name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,31 +24,35 @@ from llama_sidecar.converter.errors import (
     UnsafePath,
     UnsupportedModel,
 )
+from llama_sidecar.converter.places import Place, place_of
 from llama_sidecar.converter.shards import Tensor, read_bin, read_safetensors
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
+N_READERS = 8  # shards whose headers are read at a time: the place may be far away
 
 
 @dataclass
 class Checkpoint:
-    """An opened folder. Use it as a context manager: the shards stay open until it is closed."""
+    """An opened checkpoint. Use it as a context manager: the shards stay open until it is closed."""
 
-    folder: Path
+    place: Place
     config: Config
     tensors: dict[str, Tensor]
     warnings: list[str]
     _files: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @property
+    def folder(self) -> Path:
+        """Where its small files are."""
+        return self.place.folder
+
+    @property
     def name(self) -> str:
-        """The folder's name, or the repository's where the folder is a snapshot in a Hugging Face cache."""
-        folder = self.folder.resolve()
-        cache = _cache_root(folder)
-        return cache.name.split("--")[-1] if cache else folder.name
+        return self.place.name
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object in one of the folder's JSON files; {} if there is no such file."""
+        """The object in one of its JSON files; {} if there is no such file."""
         return read_object(self.folder / name) if (self.folder / name).is_file() else {}
 
     def __enter__(self) -> Checkpoint:
@@ -57,8 +62,8 @@ class Checkpoint:
         self._files.close()
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Opens a checkpoint folder and reads every shard's header, but no weights.
+def open_checkpoint(checkpoint: str | Path) -> Checkpoint:
+    """Opens a checkpoint and reads every shard's header, but no weights.
 
     The index decides for the names it lists; without one `model.safetensors` does. Tensors that only another file
     holds are taken from there, with a warning that names it. Raises NotACheckpoint, MissingShard, BadShard,
@@ -68,20 +73,18 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         ...     checkpoint.tensors["model.norm.weight"].shape
         (1024,)
     """
-    folder = Path(folder)
-    if not os.path.isdir(folder):  # for os.path a name that is too long is no file, and no exception
-        found = "is a file" if os.path.exists(folder) else "does not exist"
-        raise NotACheckpoint(
-            f"{folder} {found}; expected the folder of a Hugging Face checkpoint (`hf download ORG/NAME --local-dir FOLDER` makes one)"
-        )
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise NotACheckpoint(f"{folder} cannot be read: permission denied")
-    if not os.path.isfile(folder / "config.json"):
-        raise NotACheckpoint(f"{folder} has no config.json; expected the folder of a Hugging Face checkpoint")
-    config = Config(read_object(folder / "config.json"))
+    place = place_of(checkpoint)
+    config = read_config(place)
     with ExitStack() as files:
-        tensors, warnings = _collect(folder, files)
-        return Checkpoint(folder, config, _with_scales(tensors, config), warnings, files.pop_all())
+        tensors, warnings = _collect(place, files)
+        return Checkpoint(place, config, _with_scales(tensors, config), warnings, files.pop_all())
+
+
+def read_config(place: Place) -> Config:
+    """The configuration of the checkpoint that lies there. Raises NotACheckpoint."""
+    if not os.path.isfile(place.folder / "config.json"):
+        raise NotACheckpoint(f"{place} has no config.json; expected the folder of a Hugging Face checkpoint")
+    return Config(read_object(place.folder / "config.json"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -98,23 +101,31 @@ def read_object(path: Path) -> dict[str, Any]:
 # Which file holds which tensor.
 
 
-def _collect(folder: Path, files: ExitStack) -> tuple[dict[str, Tensor], list[str]]:
-    shards = _names(folder, "*.safetensors")
+def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Tensor], list[str]]:
+    folder, shards = place.folder, place.names("*.safetensors")
     if shards or (folder / INDEX).is_file():
-        index, single, read_shard = INDEX, "model.safetensors", read_safetensors
+        index, single = INDEX, "model.safetensors"
     else:
-        shards = _names(folder, "pytorch_model*.bin")
-        index, single, read_shard = BIN_INDEX, "pytorch_model.bin", read_bin
+        shards = place.names("pytorch_model*.bin")
+        index, single = BIN_INDEX, "pytorch_model.bin"
     listed = _read_index(folder / index)
     if not shards and not listed:
-        raise NotACheckpoint(f"{folder} holds no weights; expected *.safetensors or pytorch_model*.bin")
+        raise NotACheckpoint(f"{place} holds no weights; expected *.safetensors or pytorch_model*.bin")
 
-    absent = sorted({file for file in listed.values() if not os.path.exists(folder / file)})
+    absent = sorted({file for file in listed.values() if not place.has(file)})
     if absent:
         raise MissingShard(
             f"{folder / index} names {', '.join(absent)}, not in the folder: download the missing files"
         )
-    held = {file: read_shard(_inside(folder, file), files) for file in sorted({*shards, *listed.values()})}
+
+    def read(file: str) -> dict[str, Tensor]:
+        if index == INDEX:
+            return read_safetensors(place.open(file, files))
+        return read_bin(place.path(file), place.meter.add)
+
+    shards = sorted({*shards, *listed.values()})
+    with ThreadPoolExecutor(N_READERS) as pool:
+        held = dict(zip(shards, pool.map(read, shards), strict=True))
     lost = sorted(name for name, file in listed.items() if name not in held[file])
     if lost:
         raise MissingShard(f"{folder / index} lists tensors that their files do not hold: {', '.join(lost)}")
@@ -143,11 +154,6 @@ def _collect(folder: Path, files: ExitStack) -> tuple[dict[str, Tensor], list[st
     return tensors, warnings
 
 
-def _names(folder: Path, pattern: str) -> list[str]:
-    """Sorted; hidden files are no shards (other systems leave some beside every file they copy)."""
-    return sorted(path.name for path in folder.glob(pattern) if not path.name.startswith("."))
-
-
 def _authority(folder: Path, index: str, single: str) -> str:
     return index if (folder / index).is_file() else single
 
@@ -162,30 +168,6 @@ def _read_index(path: Path) -> dict[str, str]:
         if file != Path(file).name or file in ("", ".", ".."):
             raise UnsafePath(f"{path} names the file {file!r}; expected a plain file name within the folder")
     return listed
-
-
-def _inside(folder: Path, file: str) -> Path:
-    """The file's path, if it is a file and its links stay in the folder, or in the cache whose snapshot the folder is."""
-    root = folder.resolve()
-    try:
-        target = (folder / file).resolve()
-    except (OSError, RuntimeError) as error:
-        raise BadShard(f"{folder / file} is a link that leads nowhere: {error}") from error
-    if not target.is_relative_to(_cache_root(root) or root):
-        raise UnsafePath(
-            f"{folder / file} is a link to {target}, outside the folder: copy the file into the folder"
-        )
-    if not os.path.isfile(target):
-        raise BadShard(f"{folder / file} is a folder, a pipe or a broken link; expected a file of tensors")
-    return target
-
-
-def _cache_root(folder: Path) -> Path | None:
-    """`models--ORG--NAME` for a folder `models--ORG--NAME/snapshots/HASH`, the layout of the Hugging Face cache."""
-    return next(
-        (p for p in folder.parents if p.name.startswith("models--") and folder.parent == p / "snapshots"),
-        None,
-    )
 
 
 # FP8.

@@ -16,6 +16,10 @@ class NotACheckpoint(ConversionError):
     """The path is no Hugging Face checkpoint folder, or one of its JSON files cannot be used."""
 
 
+class HubFailed(ConversionError):
+    """The Hugging Face Hub cannot be reached, has no such model, or refuses to give it."""
+
+
 class MissingShard(ConversionError):
     """The index names a file that is not there, or a tensor that its file does not hold."""
 

@@ -1,7 +1,7 @@
 """One weight file of a checkpoint: safetensors, or a `.bin` of PyTorch, as tensors that are read in rows when asked for.
 
 Knows the two formats and how values are stored, block-wise FP8 too. Does not know which files belong together, nor what
-a tensor means. Safetensors are read with pread into small buffers, so that no mapped page counts against the process.
+a tensor means, nor where the file lies (places.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import ctypes
 import json
 import math
 import mmap
-import os
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_sidecar.converter.errors import BadShard, MissingDependency, UnsupportedModel
+from llama_sidecar.converter.places import WeightFile
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -108,39 +107,33 @@ class Tensor:
         return np.repeat(per_block, block_cols, axis=1)[:, : self.n_cols]
 
 
-def read_safetensors(path: Path, files: ExitStack) -> dict[str, Tensor]:
+def read_safetensors(file: WeightFile) -> dict[str, Tensor]:
     """The tensors of one safetensors file, after its whole header has been checked (format: huggingface/safetensors)."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise BadShard(f"{path} cannot be opened: {error.strerror}") from error
-    files.callback(os.close, fd)
-    file_bytes = os.fstat(fd).st_size
-    prefix = os.pread(fd, 8, 0)
+    prefix = _read(file, 0, min(8, file.n_bytes))
     header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-    if not 2 <= header_bytes <= MAX_HEADER_BYTES or header_bytes > file_bytes - 8:
+    if not 2 <= header_bytes <= MAX_HEADER_BYTES or header_bytes > file.n_bytes - 8:
         raise BadShard(
-            f"{path} declares a header of {header_bytes} bytes and has {file_bytes}: it is truncated or no safetensors"
+            f"{file.where} declares a header of {header_bytes} bytes and has {file.n_bytes}: it is truncated or no safetensors"
         )
     try:
-        header = json.loads(os.pread(fd, header_bytes, 8).decode(), object_pairs_hook=_unique)
+        header = json.loads(_read(file, 8, header_bytes).decode(), object_pairs_hook=_unique)
         entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadShard(f"{path} has a broken safetensors header: {error}") from error
+        raise BadShard(f"{file.where} has a broken safetensors header: {error}") from error
 
     data_start, end = 8 + header_bytes, 0
     for name, (_, _, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if start != end:
             raise BadShard(
-                f"{path} stores {name!r} at {start}; expected {end}: tensors overlap or leave a gap"
+                f"{file.where} stores {name!r} at {start}; expected {end}: tensors overlap or leave a gap"
             )
         end = stop
-    if data_start + end > file_bytes:
+    if data_start + end > file.n_bytes:
         raise BadShard(
-            f"{path} is truncated: its header declares {data_start + end} bytes, the file has {file_bytes}"
+            f"{file.where} is truncated: its header declares {data_start + end} bytes, the file has {file.n_bytes}"
         )
     return {
-        name: Tensor(name, dtype, shape, path.name, _pread_from(fd, data_start + start, path))
+        name: Tensor(name, dtype, shape, file.name, _from(file, data_start + start))
         for name, (dtype, shape, start, _) in entries.items()
     }
 
@@ -163,23 +156,18 @@ def _entry(value: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, shape, start, stop
 
 
-def _pread_from(fd: int, base: int, path: Path) -> Callable[[int, U8], None]:
-    def read_into(offset: int, buffer: U8) -> None:
-        view = buffer.data
-        while view:
-            try:
-                n = os.preadv(fd, [view], base + offset)
-            except OSError as error:
-                raise BadShard(f"{path} cannot be read at {base + offset}: {error.strerror}") from error
-            if n == 0:
-                raise BadShard(f"{path} ended at {base + offset} while it was read: it was changed or cut")
-            view, offset = view[n:], offset + n
-
-    return read_into
+def _read(file: WeightFile, offset: int, n_bytes: int) -> bytes:
+    buffer = np.empty(n_bytes, np.uint8)
+    file.read_into(offset, buffer)
+    return buffer.tobytes()
 
 
-def read_bin(path: Path, files: ExitStack) -> dict[str, Tensor]:
-    """The tensors of one `pytorch_model*.bin`, through torch: weights only, mapped."""
+def _from(file: WeightFile, base: int) -> Callable[[int, U8], None]:
+    return lambda offset, buffer: file.read_into(base + offset, buffer)
+
+
+def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Tensor]:
+    """The tensors of one `pytorch_model*.bin`, through torch: weights only, mapped. `count` is told of the bytes read."""
     try:
         import torch
     except ImportError as error:
@@ -207,15 +195,16 @@ def read_bin(path: Path, files: ExitStack) -> dict[str, Tensor]:
             found = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
             raise UnsupportedModel(f"{name} in {path.name} is {found}; expected a dense tensor of numbers")
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        read_into = _copy_from(data, mapped=tensor.is_contiguous())
+        read_into = _copy_from(data, tensor.is_contiguous(), count)
         tensors[name] = Tensor(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)
     return tensors
 
 
-def _copy_from(data: U8, mapped: bool) -> Callable[[int, U8], None]:
+def _copy_from(data: U8, mapped: bool, count: Callable[[int], None]) -> Callable[[int, U8], None]:
     def read_into(offset: int, buffer: U8) -> None:
         part = data[offset : offset + buffer.size]
         buffer[:] = part
+        count(buffer.nbytes)
         if mapped:
             _forget(part)
 
