@@ -6,6 +6,7 @@ a text has a chance for each draft, which may change as it goes on, or depend on
 
 from __future__ import annotations
 
+import doctest
 import math
 import random
 import time
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from llama_sidecar.runtime import _native
+from llama_sidecar.runtime import pace as pace_module
 from llama_sidecar.runtime.costs import Costs, expected_tokens
-from llama_sidecar.runtime.pace import MAX_WAIT, Pace
+from llama_sidecar.runtime.pace import Pace
 
 CATCH_UP_SHARE = (
     0.4  # of many rows in one decode of the drafter, one costs this share of what one row more costs
@@ -171,7 +174,7 @@ def test_prose_after_code_is_noticed_within_a_few_dozen_rounds(name: str) -> Non
         in_prose = [d for d, n in zip(run.depths, run.n_tokens, strict=True) if 1200 < n < 3000]
         assert in_prose.count(0) > 0.95 * len(in_prose)
         back = next(n for n, d in zip(run.n_tokens, run.depths, strict=True) if n > 3050 and d > 0)
-        assert back < 3000 + 1.5 * MAX_WAIT
+        assert back < 3000 + 1.5 * Pace.MAX_WAIT
 
 
 # Never slower than plain
@@ -222,7 +225,7 @@ def test_looking_in_vain_costs_at_most_one_and_a_half_percent(name: str) -> None
     costs = MACHINES[name]
     run = simulate(costs, constant([0.0] * 4), 8000)
     assert run.speed > (1 - 0.015) * plain_speed(costs)
-    assert sum(run.depths[-MAX_WAIT - 10 :]) > 0, "it still looks now and then"
+    assert sum(run.depths[-Pace.MAX_WAIT - 10 :]) > 0, "it still looks now and then"
 
 
 def test_what_cannot_pay_is_never_tried() -> None:
@@ -301,7 +304,7 @@ def test_a_bad_minute_does_not_end_drafting_for_good() -> None:
         if pace.drafting:
             pace.observe(pace.depth(), 0, 5 * costs.draft_s(pace.depth()), costs.verify_s[pace.depth()])
     assert not pace.drafting
-    for _ in range(2 * MAX_WAIT):
+    for _ in range(2 * Pace.MAX_WAIT):
         depth = pace.depth()
         pace.observe(depth, depth, costs.draft_s(depth), costs.verify_s[depth] if depth else costs.plain_s)
     assert pace.drafting
@@ -371,10 +374,98 @@ def test_max_depth_is_kept() -> None:
         pace.observe(1, 2, 0.1, 1.0)
 
 
-def test_a_round_takes_pace_a_few_microseconds() -> None:
+def test_depths_outside_the_costs_have_no_speedup() -> None:
+    pace = Pace(MACHINES["GPU"], 2)
+    assert pace.speedup(0) == 1
+    for depth in (-1, 3):
+        with pytest.raises(IndexError, match=f"depth {depth} is not between 0 and 2"):
+            pace.speedup(depth)
+
+
+def test_what_is_believed_of_plain_rounds_in_place() -> None:
+    costs = MACHINES["GPU"]
+    pace = Pace(costs)
+    assert pace.costs == costs
+    pace.plain_in_place()
+    assert pace.costs == replace(costs, plain_s=costs.verify_s[0])
+    assert pace.speedup(1) < Pace(replace(costs, plain_s=2.0)).speedup(1)
+
+
+def test_switching_takes_as_long_as_it_was_told_last() -> None:
+    """Where it is dear a stretch begins with a debt, and looks are seldom."""
+    costs = MACHINES["GPU"]
+    waits = {}
+    for switch_s in (0.0, 20.0):
+        pace = Pace(costs)
+        pace.switched(switch_s)
+        assert pace.switch_s == switch_s
+        while pace.drafting:
+            pace.observe(pace.depth(), 0, 0.05, 1.2)
+        n_plain = 0
+        while not pace.drafting:
+            pace.observe(0, 0, 0.0, costs.plain_s)
+            n_plain += 1
+        waits[switch_s] = n_plain
+    assert waits[20.0] > 5 * waits[0.0]
+
+
+def test_a_round_takes_pace_a_microsecond() -> None:
     pace = Pace(MACHINES["GPU"])
     started = time.process_time()
-    for _ in range(2000):
+    for _ in range(20_000):
         depth = pace.depth()
         pace.observe(depth, depth, 0.05, 1.0)
-    assert (time.process_time() - started) / 2000 < 50e-6
+    assert (time.process_time() - started) / 20_000 < 5e-6
+
+
+def test_the_docs_examples_hold() -> None:
+    assert doctest.testmod(pace_module).failed == 0
+
+
+# Others that choose
+
+
+class Always(_native.Pacing):
+    """Drafts `n` tokens a round, and notes what it is told."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.told: list[Any] = []
+
+    def drafting(self) -> bool:
+        return self.n > 0
+
+    def depth(self) -> int:
+        return self.n
+
+    def plain_in_place(self) -> None:
+        self.told.append("in place")
+
+    def switched(self, seconds: float) -> None:
+        self.told.append(seconds)
+
+    def observe(self, n_drafted: int, n_accepted: int, draft_s: float, verify_s: float) -> None:
+        if n_accepted > n_drafted:
+            raise ValueError("more than drafted")
+        self.told.append((n_drafted, n_accepted, draft_s, verify_s))
+
+
+def test_python_may_choose_the_depths_of_the_native_loop() -> None:
+    """The base class's own methods call as the native loop does, through C++."""
+    native, always = _native.Pacing, Always(3)
+    assert (native.drafting(always), native.depth(always)) == (True, 3)
+    native.plain_in_place(always)
+    native.switched(always, 0.5)
+    native.observe(always, 3, 2, 0.25, 1.0)
+    assert always.told == ["in place", 0.5, (3, 2, 0.25, 1.0)]
+    with pytest.raises(ValueError, match="more than drafted"):
+        native.observe(always, 1, 2, 0.25, 1.0)
+
+
+def test_a_method_that_is_missing_is_named() -> None:
+    class Lacking(_native.Pacing):
+        pass
+
+    with pytest.raises(RuntimeError, match="depth"):
+        _native.Pacing.depth(Lacking())

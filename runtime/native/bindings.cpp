@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "log.h"
+#include "pace_bindings.h"
 #include "session.h"
 #include "smallbatch/bindings.h"
 #include "turns.h"
@@ -56,6 +57,7 @@ NB_MODULE(_native, m) {
         "handle"_a, "error"_a,
         "Looks up llama.cpp's functions in the library with this dlopen handle; `error` is raised for library faults.");
     bind_smallbatch(m);
+    bind_pace(m);
     m.def(
         "log_callback", [] { return reinterpret_cast<uintptr_t>(&keep_errors); },
         "The address of a ggml_log_callback that keeps errors.");

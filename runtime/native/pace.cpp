@@ -1,0 +1,267 @@
+#include "pace.h"
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace sidecar {
+
+namespace {
+
+constexpr double prior = 0.75;      // chance that a draft stands before any was seen: trained heads reach 0.6 to 0.9
+constexpr double prior_rounds = 3;  // how many rounds that opinion weighs: little, the text shall decide
+// Rounds after which an observation has faded: short for code that turns to prose, long for 0.75 against 0.80.
+constexpr double memory = 48;
+// Rounds that staying must have cost before the depth changes, or what the change costs where that is more.
+constexpr double stay = 0.02;
+
+constexpr double patience = 3;        // tokens behind plain decoding before a stretch may end: two wrong rounds where rows are dear
+constexpr double look_share = 0.015;  // of the time may be lost by looking
+constexpr double max_debt = 30;       // tokens: it still looks every 2,000
+constexpr double max_credit = 10;     // tokens won by drafting that later looks may spend before they run into debt: three looks
+// That many rows' seconds are what the drafter's catching up is thought to cost before it was seen.
+constexpr double catch_up_rows = 50;
+constexpr double best_acceptance = 0.98;  // the highest worth hoping for: where even this would not pay nothing is tried
+
+constexpr double rate = 0.05;         // how far one round moves the drafter's cost (as a power)
+constexpr double clip = 1.25;         // the largest factor that one round or comparison may name
+constexpr double stall = 10;          // times what a draft was expected to take: what is beyond befell it
+constexpr double max_gain = 0.3;      // of what a comparison says is believed at once
+constexpr double variance = 0.3;      // of the ratio of their medians, over the square of their mean deviations' sum
+constexpr double doubt = 0.02;        // by how much calibrated costs are off: a comparison counts by this against its rounds' spread
+constexpr double check_below = 1.25;  // a speed-up smaller than this could be a wrong cost: compare with single rows in place
+constexpr int32_t check_every = 96;   // rounds between such checks, which then cost less than 1 %
+constexpr int32_t first_check = 8;
+
+constexpr double shortest_s = 1e-9;  // a clock may be too coarse for a small model
+
+double clipped(double surprise) { return std::min(std::max(surprise, 1 / clip), clip); }
+
+}  // namespace
+
+Pace::Pace(PaceCosts costs, int32_t max_depth, double switch_s)
+    : costs_(std::move(costs)), switch_s_(switch_s), next_check_(first_check) {
+    const int32_t covered = int32_t(costs_.verify_s.size()) - 1;
+    if (max_depth < 1 || max_depth > covered) {
+        throw std::invalid_argument("max_depth " + std::to_string(max_depth) + " is not between 1 and the " +
+                                    std::to_string(covered) + " of the costs");
+    }
+    calibrated_draft_s_ = {0};
+    for (int32_t depth = 1; depth <= max_depth; ++depth) {
+        calibrated_draft_s_.push_back(costs_.first_draft_s + (depth - 1) * costs_.draft_step_s);
+    }
+    tallies_.resize(size_t(max_depth));
+    fade(1);
+    believe();
+    catch_up_ = catch_up_rows * costs_.catch_up_s / costs_.plain_s;
+    if (may_pay_) begin_stretch();
+}
+
+// Asking
+
+std::vector<double> Pace::acceptance() const {
+    std::vector<double> chances(tallies_.size());
+    chances[0] = tallies_[0].stood / tallies_[0].tried;
+    for (size_t i = 1; i < chances.size(); ++i) {
+        const auto [tried, stood] = tallies_[i];
+        chances[i] = (stood + prior_rounds * std::max(chances[i - 1], prior)) / (tried + prior_rounds);
+    }
+    return chances;
+}
+
+double Pace::speedup(int32_t depth) const {
+    if (depth < 0 || depth > max_depth()) {
+        throw std::out_of_range("depth " + std::to_string(depth) + " is not between 0 and " + std::to_string(max_depth()));
+    }
+    return depth == 0 ? 1 : speedups(acceptance())[size_t(depth - 1)];
+}
+
+// Telling
+
+void Pace::plain_in_place() {
+    costs_.plain_s = costs_.verify_s[0];
+    believe();
+}
+
+void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) {
+    if (n_accepted < 0 || n_accepted > n_drafted || n_drafted > max_depth()) {
+        throw std::invalid_argument(std::to_string(n_accepted) + " of " + std::to_string(n_drafted) +
+                                    " drafts stood, at a depth of at most " + std::to_string(max_depth()));
+    }
+    verify_s = std::max(verify_s, shortest_s);
+    if (n_drafted > 0) {
+        observe_drafts(n_drafted, n_accepted, draft_s, verify_s);
+    } else if (!drafting_) {
+        observe_plain(verify_s);
+    } else {
+        n_stood_ += 1;
+        if (n_checks_ > 0) {  // any other round without drafts had no room for them, and says nothing
+            n_checks_ -= 1;
+            compare(0, verify_s * costs_.plain_s / costs_.verify_s[0]);
+        }
+    }
+}
+
+void Pace::observe_plain(double verify_s) {
+    compare(0, verify_s);
+    n_plain_ += 1;
+    if (n_plain_ < wait_ || !may_pay_) return;
+    const double next_look = 2 * switch_s_ / costs_.plain_s + catch_up_;
+    const double paid = look_share * double(n_plain_);
+    if (debt_ + next_look <= paid) {
+        debt_ -= paid;
+        begin_stretch();
+    }
+}
+
+void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) {
+    const double expected_s = expected_draft_s(n_drafted, double(n_stood_));
+    draft_s *= target_s_[size_t(n_drafted)] / verify_s;  // as on the machine that the target's seconds speak of
+    if (n_rounds_ > 0) {
+        learn_draft(draft_s / expected_s);
+        draft_s = std::min(draft_s, stall * expected_s);
+    } else {  // the first draft also caught up on all the tokens decoded plainly, which says nothing about the text
+        catch_up_ = std::max(0.0, draft_s - expected_s) / plain_round_s();
+        lost_ += catch_up_;
+        draft_s = expected_s;
+    }
+    compare(n_drafted, verify_s);
+    fade(1);
+    for (int32_t i = 0; i < std::min(n_accepted + 1, n_drafted); ++i) {
+        tallies_[size_t(i)].tried += 1;
+        tallies_[size_t(i)].stood += i < n_accepted;
+    }
+    const double taken_s = target_s_[size_t(n_drafted)] + draft_s + costs_.overhead_s;
+    const double lost = taken_s / plain_round_s() - (1 + n_accepted);
+    n_stood_ = n_accepted;
+    lost_ += lost;
+    behind_ = std::max(0.0, behind_ + lost);
+    n_rounds_ += 1;
+    next_check_ -= 1;
+    choose();
+}
+
+// Inside
+
+void Pace::choose() {
+    const std::vector<double> speeds = speedups(acceptance());
+    const auto best = std::max_element(speeds.begin(), speeds.end());
+    // Staying costs more and more; a change is due when that comes to what it costs.
+    const double regret = *best / speeds[size_t(depth_ - 1)] - 1;
+    regret_ = regret > 0 ? regret_ + regret : 0;
+    if (regret_ > std::max(stay, costs_.change_s / target_s_[size_t(depth_)])) {
+        depth_ = 1 + int32_t(best - speeds.begin());
+        regret_ = 0;
+    }
+    if (*best < 1 && behind_ >= patience) {
+        end_stretch();
+    } else if (*best < check_below && next_check_ <= 0) {
+        n_checks_ = 1 + n_paired;
+        next_check_ = check_every;
+    }
+}
+
+// Starts from the calibrated costs. Whether drafting may pay at all is judged by them: what a stretch has learned may come of a
+// busy minute, and plain decoding cannot unlearn it.
+void Pace::believe() {
+    target_s_.assign(costs_.verify_s.begin(), costs_.verify_s.begin() + max_depth() + 1);
+    target_s_[0] = costs_.plain_s;
+    draft_scale_ = 1;
+    const std::vector<double> hoped = speedups(std::vector<double>(tallies_.size(), best_acceptance));
+    may_pay_ = *std::max_element(hoped.begin(), hoped.end()) > 1;
+}
+
+void Pace::begin_stretch() {
+    drafting_ = true;
+    fade(n_plain_);
+    n_plain_ = n_rounds_ = 0;
+    lost_ = 2 * switch_s_ / costs_.plain_s;  // there and back
+    behind_ = 0;
+    n_stood_ = 0;
+    // As calibrated, in the units that the target's seconds have come to: the machine may have been busy when it changed.
+    draft_scale_ = target_s_[0] / costs_.plain_s;
+    far_.clear();
+    const std::vector<double> speeds = speedups(acceptance());
+    depth_ = 1 + int32_t(std::max_element(speeds.begin(), speeds.end()) - speeds.begin());
+    regret_ = 0;
+}
+
+void Pace::end_stretch() {
+    drafting_ = false;
+    n_failures_ = lost_ > 0 ? n_failures_ + 1 : 0;
+    wait_ = int32_t(std::min(std::ldexp(double(min_wait), n_failures_), double(max_wait)));
+    debt_ = std::min(std::max(debt_ + lost_, -max_credit), max_debt);
+}
+
+// What is known fades with every round, drafted or plain. Where nothing is left the prior stands in, and fades in turn: one that
+// stayed would tip close decisions.
+void Pace::fade(int64_t n_rounds) {
+    const double kept = std::pow(1 - 1 / memory, double(n_rounds));
+    for (auto & [tried, stood] : tallies_) {
+        tried *= kept;
+        stood *= kept;
+    }
+    auto & [tried, stood] = tallies_[0];
+    const double missing = std::max(0.0, prior_rounds - tried);
+    tried += missing;
+    stood += missing * prior;
+}
+
+// (max_depth,) Expected speed at depths 1, 2, ... over plain decoding's, where drafts stand with these chances by position.
+std::vector<double> Pace::speedups(const std::vector<double> & acceptance) const {
+    std::vector<double> speeds(acceptance.size());
+    double n_stood = 0, chance = 1;
+    for (size_t i = 0; i < speeds.size(); ++i) {
+        chance *= acceptance[i];
+        n_stood += chance;
+        speeds[i] = (1 + n_stood) * plain_round_s() / expected_round_s(int32_t(i + 1), n_stood);
+    }
+    return speeds;
+}
+
+// Seconds of the drafter, as learned, in a round that follows on one in which n_stood drafts stood.
+double Pace::expected_draft_s(int32_t depth, double n_stood) const {
+    return (calibrated_draft_s_[size_t(depth)] + n_stood * costs_.catch_up_s) * draft_scale_;
+}
+
+double Pace::expected_round_s(int32_t depth, double n_stood) const {
+    return target_s_[size_t(depth)] + expected_draft_s(depth, n_stood) + costs_.overhead_s;
+}
+
+// Learns what drafts cost, little by little; where n_far rounds in a row say that it is something else, at once.
+void Pace::learn_draft(double surprise) {
+    draft_scale_ *= std::pow(clipped(surprise), rate);
+    const bool is_near = 1 / clip < surprise && surprise < clip;
+    if (is_near || (!far_.empty() && (surprise > 1) != (*far_.begin() > 1))) {
+        far_.clear();
+        return;
+    }
+    far_.push(surprise);
+    if (far_.full()) {
+        draft_scale_ *= far_.median();
+        far_.clear();
+    }
+}
+
+// Learns what a decode at this depth costs, from the rounds just after a change of depth and those before it.
+void Pace::compare(int32_t depth, double seconds) {
+    if (depth != last_depth_) {
+        before_ = slowness_;
+        slowness_.clear();
+        last_depth_ = depth;
+        return;  // it also made new graphs
+    }
+    slowness_.push(seconds / target_s_[size_t(depth)]);
+    if (!before_.full() || !slowness_.full()) return;
+    const double before = before_.median(), after = slowness_.median();
+    double spread = 0;
+    for (const double slowness : before_) spread += std::abs(slowness / before - 1);
+    for (const double slowness : slowness_) spread += std::abs(slowness / after - 1);
+    spread /= n_paired;
+    const double gain = doubt * doubt / (doubt * doubt + variance * spread * spread);
+    target_s_[size_t(depth)] *= std::pow(clipped(after / before), std::min(gain, max_gain));
+    before_.clear();
+}
+
+}  // namespace sidecar

@@ -1,0 +1,167 @@
+// Pace chooses the draft depth, round by round: as fast as drafting can be here, and never slower than plain decoding.
+//
+// The model. A round with k drafts emits E(k) tokens on average and takes
+//
+//     T(k) = v(k+1) + first + (k-1) c + (E(k)-1) u + o          T(0) = plain + o
+//
+// v(n) being the seconds of a verification of n rows, `first` those of the first draft, c those of each further one, u what the
+// first draft takes longer for each draft accepted the round before (the head decodes those rows together with the last token),
+// and o all else in a round. What each *token* costs besides (choosing it, showing it) is the same at every depth and drops out.
+// With a_i the chance that the i-th draft stands when those before it do, E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 .. a_k. All
+// depths' speeds E(k) / T(k) are compared, each round: costs need not be convex (one more row may cost more than the two after
+// it), so there is no climbing from depth to depth.
+//
+// Acceptance is counted by position and fades. A position that was seldom reached takes after the one before it (where that
+// draft stood the text is easy), and is trusted at least as much as any at the start: so what has faded is tried again, and a
+// text that turns easy finds its way to greater depths by itself.
+//
+// Costs come from a calibration; of real rounds only *ratios* are learned, since a machine that is busy for an hour is slow
+// at every width. Two are fair: draft to verification in one round, and the rounds just before to those just after a change
+// of depth. Each moves an estimate a little, however far off it is; a stall of a second says no more than one of a quarter.
+//
+// Stretches of drafting and of plain decoding alternate. A drafting stretch ends when it fails on two counts: the model says
+// that plain decoding is faster, and the tokens really emitted have fallen `patience` behind it. What the stretch lost
+// is a debt that plain decoding pays off with `look_share` of its time; then the next stretch looks whether the text has changed.
+//
+// Has no clock and does no I/O: equal observations give equal depths. Knows nothing of sessions, models or files, and is not
+// for two threads at once. Speed as acceptance over cost follows Leviathan et al., "Fast Inference from Transformers via
+// Speculative Decoding" (2023).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "pacing.h"
+
+namespace sidecar {
+
+// Seconds of a round's parts, positive and finite. costs.py measures them.
+struct PaceCosts {
+    double plain_s;                // a decode of one row in a session that never drafts
+    std::vector<double> verify_s;  // (n,) decodes of 1 .. n rows, all of them output, in a session that drafts
+    double first_draft_s;          // the first draft of a round that follows on one in which no draft stood
+    double draft_step_s;           // each further draft
+    double catch_up_s;             // what the first draft takes longer for each draft of the round before that stood; may be 0
+    double overhead_s;             // everything else in a round, whatever it emits; may be 0
+    double change_s;               // what the first round at another depth takes longer; may be 0
+};
+
+// The last N numbers, oldest first.
+template <size_t N>
+class Latest {
+  public:
+    void push(double value) {
+        if (full()) {
+            std::move(values_.begin() + 1, values_.end(), values_.begin());
+            n_ -= 1;
+        }
+        values_[n_++] = value;
+    }
+    void clear() { n_ = 0; }
+    bool empty() const { return n_ == 0; }
+    bool full() const { return n_ == N; }
+    const double * begin() const { return values_.data(); }
+    const double * end() const { return values_.data() + n_; }
+
+    // Of N numbers: only when full().
+    double median() const {
+        std::array<double, N> sorted = values_;
+        std::sort(sorted.begin(), sorted.end());
+        return (sorted[(N - 1) / 2] + sorted[N / 2]) / 2;
+    }
+
+  private:
+    std::array<double, N> values_{};
+    size_t n_ = 0;
+};
+
+class Pace final : public Pacing {
+  public:
+    static constexpr int32_t min_wait = 16, max_wait = 512;  // plain tokens between looks: doubled with each failure in a row
+    static constexpr int n_far = 4;     // rounds in a row that find the drafter's cost far off: it is what they say
+    static constexpr int n_paired = 4;  // rounds on either side of a change of depth that are compared
+
+    // max_depth: drafts per round at most; throws std::invalid_argument unless 1 <= max_depth < costs.verify_s.size().
+    // switch_s: seconds of moving to the other context, one way; switched() tells when they are known.
+    Pace(PaceCosts costs, int32_t max_depth, double switch_s = 0);
+
+    // Asking. Changes nothing.
+
+    bool drafting() const override { return drafting_; }
+    int32_t depth() const override { return drafting_ && n_checks_ == 0 ? depth_ : 0; }
+    int32_t max_depth() const { return int32_t(tallies_.size()); }
+    double switch_s() const { return switch_s_; }
+    // Seconds of a plain decode, as believed: the calibration's, or a single row's after plain_in_place().
+    double plain_s() const { return costs_.plain_s; }
+    // (max_depth,) By position: the chance that a draft stands when all before it do.
+    std::vector<double> acceptance() const;
+    // Expected speed at `depth` over plain decoding's; throws std::out_of_range unless 0 <= depth <= max_depth.
+    double speedup(int32_t depth) const;
+
+    // Telling.
+
+    void plain_in_place() override;
+    void switched(double seconds) override { switch_s_ = seconds; }
+    // Throws std::invalid_argument unless 0 <= n_accepted <= n_drafted <= max_depth.
+    void observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) override;
+
+  private:
+    // Of one position: drafts whose predecessors all stood, and those of them that stood.
+    struct Tally {
+        double tried = 0, stood = 0;
+    };
+
+    void believe();
+    void observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s);
+    void observe_plain(double verify_s);
+    void choose();
+    void begin_stretch();
+    void end_stretch();
+    void fade(int64_t n_rounds);
+    void learn_draft(double surprise);
+    void compare(int32_t depth, double seconds);
+    std::vector<double> speedups(const std::vector<double> & acceptance) const;
+    double expected_draft_s(int32_t depth, double n_stood) const;
+    double expected_round_s(int32_t depth, double n_stood) const;
+    double plain_round_s() const { return target_s_[0] + costs_.overhead_s; }
+
+    PaceCosts costs_;
+    std::vector<double> calibrated_draft_s_;  // (max_depth + 1,)
+    // The target's seconds by depth (max_depth + 1,), and the drafter's over what was calibrated, in units of the target's.
+    std::vector<double> target_s_;
+    double draft_scale_ = 1;
+    bool may_pay_ = false;
+
+    bool drafting_ = false;
+    int32_t depth_ = 1;  // of this stretch's rounds
+    double switch_s_;
+
+    std::vector<Tally> tallies_;  // (max_depth,)
+    int64_t n_stood_ = 0;         // drafts of the last round that stood: the next one's drafter catches up on them
+
+    // What real rounds say about the costs.
+    Latest<n_far> far_;  // surprises in a row that the drafter's cost is far off, to the same side
+    int32_t last_depth_ = 0;
+    Latest<n_paired> slowness_;  // measured over expected, at the last depth
+    Latest<n_paired> before_;    // the same before the depth changed, until the two are compared
+    int32_t n_checks_ = 0;       // single rows still to decode in place
+    int32_t next_check_;         // rounds until then
+
+    // The stretch of drafting.
+    int64_t n_rounds_ = 0;
+    double regret_ = 0;  // rounds that a faster depth would have saved since this one was last the fastest
+    double lost_ = 0;    // what plain decoding would have emitted in its time, less what it emitted itself
+    double behind_ = 0;  // the same, since the stretch was last level with plain decoding
+
+    // Between stretches.
+    int64_t n_plain_ = 0;     // plain tokens since the last stretch
+    int32_t wait_ = 0;        // of them before the next look, debt or no debt
+    double debt_ = 0;         // tokens lost and not yet paid off when it began; below 0: won
+    double catch_up_;         // tokens that the last stretch lost by catching up on plain ones
+    int32_t n_failures_ = 0;  // losing stretches in a row
+};
+
+}  // namespace sidecar
