@@ -30,12 +30,14 @@ from llama_sidecar.sidecars import (
 )
 from llama_sidecar.sidecars.compact import Compact, open_compact
 from llama_sidecar.sidecars.errors import CompactGiven
+from llama_sidecar.sidecars.kinds import KINDS
 
 from . import heads, kernel_choice, placement
 from ._native import Turns, drafter_kinds
 from .costs import costs_for
 from .draft_vocab import DraftVocab
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
+from .layer_inputs import check_layer_inputs
 from .library import set_verbose
 from .pace import Pace
 from .sampling import file_defaults
@@ -174,6 +176,12 @@ def _choose_sidecar(
             return Speculation(None, None, missing), None
         raise LoadError(f"{missing} (spec_type 'none' runs without it)")
     match = check_pair(main, opened, force=force)
+    try:
+        check_layer_inputs(main, opened)
+    except LoadError as error:
+        if sidecar is not None or wanted is not None:
+            raise
+        return Speculation(None, None, str(error)), None
     return Speculation(opened.kind, opened.path, why, match.status), opened
 
 
@@ -216,7 +224,9 @@ class Model:
         self.speculation = speculation
         self.settings = settings
         self.paced = depth == AUTO
-        self.depth = (AUTO_DEPTH if isinstance(depth, str) else depth) if speculation.kind else 0
+        self.drafts_from_layers = sidecar is not None and bool(sidecar.target.layers)
+        self.max_depth = self._max_depth(sidecar)
+        self.depth = min(self.max_depth, AUTO_DEPTH if isinstance(depth, str) else depth)
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
         self.turns = Turns(settings.n_threads)
@@ -307,6 +317,8 @@ class Model:
         wanted = self.depth if depth is None else depth
         if not 0 <= wanted <= MAX_DEPTH:
             raise LoadError(f"depth {wanted} is not between 0 and {MAX_DEPTH}")
+        if scripted is None:
+            wanted = min(wanted, self.max_depth)
         if n_slots is not None and n_slots < 0:
             raise LoadError(f"{n_slots} rollback slots: it cannot be negative")
         settings = self.settings if ctx is None else replace(self.settings, ctx=ctx)
@@ -390,6 +402,13 @@ class Model:
         except LlamaSidecarError as error:  # none can be had, or another process has removed it by now
             self.draft_vocab_why = str(error)
             return None
+
+    def _max_depth(self, sidecar: Sidecar | Compact | None) -> int:
+        """The most tokens that what drafts here can draft in a round; 0 where nothing does."""
+        if self.kind is None:
+            return 0
+        limit = KINDS[self.kind].max_depth((sidecar or self.main).header)
+        return MAX_DEPTH if limit is None else min(limit, MAX_DEPTH)
 
     def count(self, tokens: Sequence[int]) -> None:
         """Counts tokens that this model wrote, in the user's cache folder."""

@@ -100,7 +100,8 @@ class Session:
                 options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
             elif depth:
                 self.kind = model.kind
-                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx)
+                other = target if model.drafts_from_layers else None
+                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx, other=other)
                 contexts.append(draft)
                 options = {"kind": self.kind, "draft_ctx": address(draft)}
                 if model.draft_vocab is not None:

@@ -26,6 +26,7 @@ from .sampling import address
 
 N_BATCH = 512
 N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
+N_MODEL_BATCH = 64  # the same of a drafter that is a model of its own: its graph has logits for every row
 MAX_DEPTH = 64
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
@@ -149,13 +150,22 @@ def make_target_context(weights: Weights, settings: Settings, *, n_ctx: int, dep
     return _make(weights, params, "target")
 
 
-def make_draft_context(weights: Weights, settings: Settings, *, n_ctx: int) -> Any:
-    """The MTP head's context: one output row, and a batch of its own size."""
+def make_draft_context(weights: Weights, settings: Settings, *, n_ctx: int, other: Any = None) -> Any:
+    """The drafter's context, with a batch of its own size.
+
+    Without `other` it is an MTP head's, with one output row. With it, it is that of a drafter that is a model of its own and may
+    borrow the embeddings and the output of the target, whose context `other` is and which must outlive it.
+    """
     params = _params(settings, n_ctx)
-    params.ctx_type = llama().LLAMA_CONTEXT_TYPE_MTP
-    params.n_batch = params.n_ubatch = min(N_DRAFT_BATCH, n_ctx)
     params.n_rs_seq = 0
-    params.n_outputs_max = 1
+    if other is None:
+        params.ctx_type = llama().LLAMA_CONTEXT_TYPE_MTP
+        params.n_batch = params.n_ubatch = min(N_DRAFT_BATCH, n_ctx)
+        params.n_outputs_max = 1
+    else:
+        params.ctx_other = other
+        params.n_batch = params.n_ubatch = min(N_MODEL_BATCH, n_ctx)
+        params.n_outputs_max = params.n_batch
     return _make(weights, params, "draft")
 
 

@@ -21,14 +21,16 @@ Shape = tuple[int, ...]
 class Target:
     """What a sidecar says about the main model it drafts for; None where it says nothing.
 
-    `width` is the length of the hidden row it takes, `n_layers` the trunk's exact number of layers, `deepest_layer` the
-    highest layer whose input it reads (the number of layers means: the last output).
+    `width` is the length of the hidden row it takes, `n_layers` the trunk's exact number of layers, `n_vocab` that of its tokens
+    where the sidecar borrows the output. `layers` are those whose inputs it reads, in its order (the number of layers means: the
+    last output); none means the hidden row after the last layer.
     """
 
     arch: str | None = None
     width: int | None = None
     n_layers: int | None = None
-    deepest_layer: int | None = None
+    n_vocab: int | None = None
+    layers: tuple[int, ...] = ()
 
 
 def _in_no_main(header: GGUFHeader) -> bool:
@@ -39,11 +41,17 @@ def _cannot_cut(header: GGUFHeader) -> list[str]:
     return []
 
 
+def _no_limit(header: GGUFHeader) -> int | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of sidecar. `rank` 1 is taken first; file names start with `prefix`; `llama_name` is llama.cpp's.
 
     `vocab_tensors` names the tensors with one row per token, which a compact sidecar holds some rows of; none: it cannot be cut.
+    `max_depth` says how many tokens its drafter can draft at once; None: any number. `last_is_hidden_row` says what a layer whose
+    number is the number of layers means to it: the hidden row that an MTP head would take, or the last layer's plain output.
     """
 
     name: str
@@ -56,6 +64,8 @@ class Kind:
     target: Callable[[GGUFHeader], Target]
     is_embedded: Callable[[GGUFHeader], bool] = _in_no_main
     vocab_tensors: Callable[[GGUFHeader], list[str]] = _cannot_cut
+    max_depth: Callable[[GGUFHeader], int | None] = _no_limit
+    last_is_hidden_row: bool = False
 
 
 def n_blocks(header: GGUFHeader) -> int:
@@ -89,6 +99,39 @@ def n_draft_vocab(header: GGUFHeader) -> int:
     """Return how many tokens a drafter with a head of its own can draft: those in `d2t`, or all of its vocabulary."""
     d2t = header.tensors.get(keys.D2T)
     return d2t.n_elements if d2t else len(header.strings(keys.TOKENS))
+
+
+def check_own_vocabulary(header: GGUFHeader) -> None:
+    """Check `d2t`, the token of each row of a drafter's own output: llama.cpp ends the process where a row is for no token.
+
+    Raises MissingTensors, BadTensorType, BadRows.
+    """
+    if keys.D2T not in header.tensors:
+        return
+    if keys.OUTPUT not in header.tensors:
+        raise errors.MissingTensors(
+            f"{header.path}: {keys.D2T} says which token each row of {keys.OUTPUT} is for, which is missing"
+        )
+    kind = header.tensors[keys.D2T].type_name
+    if kind != "I64":
+        raise errors.BadTensorType(f"{header.path}: {keys.D2T} is {kind}; I64 is expected")
+    ids, n_vocab = header.tensor_bytes(keys.D2T).view("<i8"), len(header.strings(keys.TOKENS))
+    if ids.size and not (ids.min() >= 0 and ids.max() < n_vocab):
+        raise errors.BadRows(
+            f"{header.path}: {keys.D2T} has ids from {ids.min()} to {ids.max()}; token ids from 0 to {n_vocab - 1} are expected"
+        )
+    if np.unique(ids).size != ids.size:
+        raise errors.BadRows(f"{header.path}: {keys.D2T} has an id twice; a row for each token is expected")
+
+
+def check_head_sizes(header: GGUFHeader) -> None:
+    """Raise WrongKey where keys and values of a block's heads differ in size: llama.cpp's drafters need them equal."""
+    sizes = [header.uint(name, default=0) for name in (keys.KEY_LENGTH, keys.VALUE_LENGTH)]
+    if sizes[0] != sizes[1]:
+        raise errors.WrongKey(
+            f"{header.path}: {header.key(keys.KEY_LENGTH)} is {sizes[0]} and {header.key(keys.VALUE_LENGTH)} is {sizes[1]}; "
+            f"equal sizes are expected"
+        )
 
 
 def check_tensors(

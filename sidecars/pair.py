@@ -94,8 +94,13 @@ def _check_target(main: MainFile, sidecar: Sidecar | Compact) -> None:
         raise _mismatch(main, sidecar, "width (embedding_length)", main.width, target.width)
     if target.n_layers is not None and target.n_layers != main.n_layers:
         raise _mismatch(main, sidecar, "number of trunk layers", main.n_layers, target.n_layers)
-    if target.deepest_layer is not None and target.deepest_layer > main.n_layers:
-        raise _mismatch(main, sidecar, "deepest layer", main.n_layers, target.deepest_layer)
+    deepest = max(target.layers, default=0)
+    if deepest > main.n_layers:
+        raise _mismatch(main, sidecar, "deepest layer", main.n_layers, deepest)
+    if target.n_vocab is not None and target.n_vocab != len(main.tokens):
+        raise _mismatch(
+            main, sidecar, "vocabulary's size (it borrows the output)", len(main.tokens), target.n_vocab
+        )
 
 
 def _check_vocabulary(main: MainFile, sidecar: Sidecar) -> None:

@@ -138,7 +138,8 @@ def eagle3_keys() -> dict[str, Any]:
 
 def eagle3_tensors() -> dict[str, Any]:
     norms = {f"blk.0.{name}.weight": floats(16) for name in ("attn_norm", "attn_norm_2", "ffn_norm")}
-    return {"fc.weight": floats(16, 3 * WIDTH), "output_norm.weight": floats(16), "d2t": np.arange(8)} | norms
+    own = {"token_embd.weight": floats(N_VOCAB, 16), "output.weight": floats(8, 16), "d2t": np.arange(8)}
+    return {"fc.weight": floats(16, 3 * WIDTH), "output_norm.weight": floats(16)} | own | norms
 
 
 SIDECARS: dict[str, tuple[str, str, Any, Any]] = {  # name: kind, architecture, keys, tensors

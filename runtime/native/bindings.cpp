@@ -138,6 +138,8 @@ NB_MODULE(_native, m) {
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
                 options.n_vocab = llama.vocab_n_tokens(llama.model_get_vocab(llama.get_model(target)));
+                options.n_layers = llama.model_n_layer(llama.get_model(target));
+                options.n_embd = llama.model_n_embd(llama.get_model(target));
                 options.ctx = draft_ctx == 0 ? nullptr : context_at(draft_ctx);
                 options.ids = ids;
                 options.script = script;

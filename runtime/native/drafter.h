@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "llama_api.h"
+#include "target.h"
 
 namespace sidecar {
 
@@ -28,14 +29,19 @@ class Drafter {
 
     virtual void begin() = 0;
 
-    // n tokens that stand at positions pos .. pos+n-1, and the target's hidden rows (n, n_embd) there. `hidden` is
-    // null when needs_hidden_rows() is false. Both are only valid during the call.
+    // n tokens that stand at positions pos .. pos+n-1, and the target's hidden rows (n, n_embd for each of layers()) there.
+    // Both are only valid during the call.
     virtual void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) = 0;
 
     // Appends up to n guesses for the positions after `last` to `out`; fewer, or none, is fine.
     virtual void propose(llama_token last, int32_t n, std::vector<llama_token> & out) = 0;
 
-    virtual bool needs_hidden_rows() const = 0;
+    // The layers of the target whose inputs a hidden row consists of, side by side; LAST_HIDDEN is what follows the last one.
+    // Fixed from the start.
+    virtual std::vector<int32_t> layers() const = 0;
+
+    // The most guesses that one propose() makes.
+    virtual int32_t max_depth() const { return INT32_MAX; }
 
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
@@ -48,6 +54,7 @@ class Drafter {
 struct DrafterOptions {
     llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
     int32_t n_vocab = 0;               // the target's: no other id may be proposed
+    int32_t n_layers = 0, n_embd = 0;  // the target's
     std::vector<llama_token> ids;      // of a compact head: the target's id of each row; else empty
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right

@@ -44,6 +44,7 @@ void bind(void * handle) {
     find(found.batch_free, {"llama_batch_ext_free"});
     find(found.batch_clear, {"llama_batch_ext_clear"});
     find(found.batch_add_token, {"llama_batch_ext_add_token"});
+    find(found.batch_add_embd, {"llama_batch_ext_add_embd"});
     find(found.batch_set_embd_token, {"llama_batch_ext_set_embd_token"});
     find(found.batch_set_output_logits, {"llama_batch_ext_set_output_logits"});
     find(found.batch_set_pos, {"llama_batch_ext_set_pos"});
@@ -56,6 +57,19 @@ void bind(void * handle) {
          {"llama_get_embeddings_nextn", "_Z26llama_get_embeddings_nextnP13llama_context"});
     find(found.get_embeddings_nextn_ith,
          {"llama_get_embeddings_nextn_ith", "_Z30llama_get_embeddings_nextn_ithP13llama_contexti"});
+    find(found.set_embeddings_layer_inp,
+         {"llama_set_embeddings_layer_inp", "_Z30llama_set_embeddings_layer_inpP13llama_contextjb"});
+    find(found.get_embeddings_layer_inp,
+         {"llama_get_embeddings_layer_inp", "_Z30llama_get_embeddings_layer_inpP13llama_contextj"});
+    find(found.set_nextn_layer_offset,
+         {"llama_set_nextn_layer_offset", "_Z28llama_set_nextn_layer_offsetP13llama_contexti"});
+    find(found.model_target_layer_ids,
+         {"llama_model_target_layer_ids", "_Z28llama_model_target_layer_idsPK11llama_model"});
+    find(found.model_target_layer_ids_n,
+         {"llama_model_target_layer_ids_n", "_Z30llama_model_target_layer_ids_nPK11llama_model"});
+    find(found.model_dflash_selector_top_k,
+         {"llama_model_dflash_selector_top_k", "_Z33llama_model_dflash_selector_top_kPK11llama_model"});
+    find(found.set_causal_attn, {"llama_set_causal_attn"});
     find(found.synchronize, {"llama_synchronize"});
     find(found.get_memory, {"llama_get_memory"});
     find(found.memory_clear, {"llama_memory_clear"});
@@ -68,11 +82,16 @@ void bind(void * handle) {
     find(found.n_batch, {"llama_n_batch"});
     find(found.n_rs_seq, {"llama_n_rs_seq"});
     find(found.get_model, {"llama_get_model"});
+    find(found.model_n_embd, {"llama_model_n_embd"});
     find(found.model_n_embd_out, {"llama_model_n_embd_out"});
+    find(found.model_n_layer, {"llama_model_n_layer"});
+    find(found.model_n_layer_nextn, {"llama_model_n_layer_nextn"});
+    find(found.model_meta_val_str, {"llama_model_meta_val_str"});
     find(found.model_is_recurrent, {"llama_model_is_recurrent"});
     find(found.model_is_hybrid, {"llama_model_is_hybrid"});
     find(found.model_get_vocab, {"llama_model_get_vocab"});
     find(found.vocab_n_tokens, {"llama_vocab_n_tokens"});
+    find(found.vocab_mask, {"llama_vocab_mask"});
     find(found.vocab_is_eog, {"llama_vocab_is_eog"});
     find(found.token_to_piece, {"llama_token_to_piece"});
     find(found.sampler_sample, {"llama_sampler_sample"});

@@ -42,6 +42,7 @@ struct LibraryError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+constexpr int32_t PROCESS_ENCODE = 0;
 constexpr int32_t PROCESS_DECODE = 1;
 // The part of a sequence's state that cannot be trimmed (recurrent state), from llama_state_seq_flags.
 constexpr uint32_t STATE_PARTIAL_ONLY = 1;
@@ -52,6 +53,7 @@ struct LlamaApi {
     void (*batch_free)(llama_batch_ext *);
     void (*batch_clear)(llama_batch_ext *);
     int32_t (*batch_add_token)(llama_batch_ext *, llama_seq_id, llama_token);
+    int32_t (*batch_add_embd)(llama_batch_ext *, llama_seq_id, llama_embd);
     bool (*batch_set_embd_token)(llama_batch_ext *, int32_t index, llama_embd);
     bool (*batch_set_output_logits)(llama_batch_ext *, int32_t index, bool);
     bool (*batch_set_pos)(llama_batch_ext *, int32_t index, const llama_pos *);
@@ -62,7 +64,13 @@ struct LlamaApi {
     void (*set_embeddings_nextn)(llama_context *, bool value, bool masked);
     float * (*get_embeddings_nextn)(llama_context *);
     float * (*get_embeddings_nextn_ith)(llama_context *, int32_t index);
+    void (*set_embeddings_layer_inp)(llama_context *, uint32_t layer, bool value);
+    float * (*get_embeddings_layer_inp)(llama_context *, uint32_t layer);
     void (*synchronize)(llama_context *);
+
+    // what a context computes
+    void (*set_nextn_layer_offset)(llama_context *, int32_t);
+    void (*set_causal_attn)(llama_context *, bool);
 
     // memory and state of sequence 0
     llama_memory_t (*get_memory)(const llama_context *);
@@ -78,11 +86,20 @@ struct LlamaApi {
     uint32_t (*n_batch)(const llama_context *);
     uint32_t (*n_rs_seq)(const llama_context *);
     const llama_model * (*get_model)(const llama_context *);
+    int32_t (*model_n_embd)(const llama_model *);
     int32_t (*model_n_embd_out)(const llama_model *);
+    int32_t (*model_n_layer)(const llama_model *);
+    int32_t (*model_n_layer_nextn)(const llama_model *);
     bool (*model_is_recurrent)(const llama_model *);
     bool (*model_is_hybrid)(const llama_model *);
     const llama_vocab * (*model_get_vocab)(const llama_model *);
+    const int32_t * (*model_target_layer_ids)(const llama_model *);
+    uint32_t (*model_target_layer_ids_n)(const llama_model *);
+    int32_t (*model_dflash_selector_top_k)(const llama_model *);
+    // writes at most n_bytes, a closing zero with them; returns how many there are without it, or -1
+    int32_t (*model_meta_val_str)(const llama_model *, const char * key, char * bytes, size_t n_bytes);
     int32_t (*vocab_n_tokens)(const llama_vocab *);
+    llama_token (*vocab_mask)(const llama_vocab *);
     bool (*vocab_is_eog)(const llama_vocab *, llama_token);
     // writes at most n_bytes; returns how many, or minus how many it takes
     int32_t (*token_to_piece)(const llama_vocab *, llama_token, char * bytes, int32_t n_bytes, int32_t lstrip, bool special);

@@ -18,13 +18,13 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 }  // namespace
 
 Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
-    : main_target_(ctx, drafter && drafter->needs_hidden_rows()), target_(&main_target_), drafter_(std::move(drafter)) {
+    : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)) {
     clear();
 }
 
 void Session::set_plain_context(llama_context * ctx) {
     if (plain_target_) throw std::logic_error("the session has a plain context");
-    plain_target_ = std::make_unique<Target>(ctx, drafter_ && drafter_->needs_hidden_rows());
+    plain_target_ = std::make_unique<Target>(ctx, drafter_ ? drafter_->layers() : std::vector<int32_t>());
 }
 
 void Session::clear() {
@@ -121,8 +121,8 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
 
 void Session::observe_block() {
     if (drafter_ && !block_.empty()) {
-        drafter_->observe(block_pos_, block_.data(), drafter_->needs_hidden_rows() ? target_->hidden_rows() : nullptr,
-                          target_->n_past() - block_pos_);
+        const int32_t n = target_->n_past() - block_pos_;
+        drafter_->observe(block_pos_, block_.data(), target_->hidden_rows(n), n);
     }
     block_.clear();
 }

@@ -1,21 +1,29 @@
 #include "target.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace sidecar {
 
-Target::Target(llama_context * ctx, bool hidden_rows) : ctx_(ctx), hidden_rows_(hidden_rows) {
+Target::Target(llama_context * ctx, std::vector<int32_t> layers) : ctx_(ctx), layers_(std::move(layers)) {
     const LlamaApi & llama = api();
     const llama_model * model = llama.get_model(ctx);
     recurrent_ = llama.model_is_recurrent(model) || llama.model_is_hybrid(model);
     n_ctx_ = int32_t(llama.n_ctx(ctx));
     n_batch_ = int32_t(llama.n_batch(ctx));
-    n_embd_ = llama.model_n_embd_out(model);
     n_vocab_ = llama.vocab_n_tokens(llama.model_get_vocab(model));
     n_slots_ = int32_t(llama.n_rs_seq(ctx));
-    if (hidden_rows) {
-        llama.set_embeddings_nextn(ctx, true, false);
+    for (const int32_t layer : layers_) {
+        if (layer > llama.model_n_layer(model)) {
+            throw std::invalid_argument("the drafter reads the input of layer " + std::to_string(layer) + ", the target has " +
+                                        std::to_string(llama.model_n_layer(model)));
+        }
+        if (layer == LAST_HIDDEN) {
+            llama.set_embeddings_nextn(ctx, true, false);
+        } else {
+            llama.set_embeddings_layer_inp(ctx, uint32_t(layer), true);
+        }
     }
     batch_ = llama.batch_init(ctx);
     if (batch_ == nullptr) {
@@ -110,12 +118,33 @@ const float * Target::logits(int32_t i) const {
     return row;
 }
 
-const float * Target::hidden_rows() const {
-    const float * rows = hidden_rows_ ? api().get_embeddings_nextn(ctx_) : nullptr;
+const float * Target::hidden_rows(int32_t n) {
+    if (layers_.size() == 1) return layer_rows(layers_[0]);
+    size_t width = 0;
+    for (const int32_t layer : layers_) width += layer_width(layer);
+    gathered_.resize(size_t(n) * width);
+    float * column = gathered_.data();
+    for (const int32_t layer : layers_) {
+        const float * rows = layer_rows(layer);
+        const size_t n_embd = layer_width(layer);
+        for (int32_t i = 0; i < n; ++i) std::copy_n(rows + size_t(i) * n_embd, n_embd, column + size_t(i) * width);
+        column += n_embd;
+    }
+    return gathered_.data();
+}
+
+const float * Target::layer_rows(int32_t layer) const {
+    const float * rows = layer == LAST_HIDDEN ? api().get_embeddings_nextn(ctx_)
+                                              : api().get_embeddings_layer_inp(ctx_, uint32_t(layer));
     if (rows == nullptr) {
         throw LibraryError("llama.cpp has no hidden rows for the last decode");
     }
     return rows;
+}
+
+size_t Target::layer_width(int32_t layer) const {
+    const llama_model * model = api().get_model(ctx_);
+    return size_t(layer == LAST_HIDDEN ? api().model_n_embd_out(model) : api().model_n_embd(model));
 }
 
 void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {

@@ -21,11 +21,15 @@ namespace sidecar {
 // Which rows of a decode have logits.
 enum class Outputs { none, last, all };
 
+// In place of a layer's number: the hidden row after the last layer, as an MTP head takes it (h_nextn).
+constexpr int32_t LAST_HIDDEN = -1;
+
 class Target {
   public:
-    // Takes no ownership: `ctx` must outlive the target. With `hidden_rows` the context hands out the hidden row of
-    // every decoded token; it is fixed for the context's life, since changing it rebuilds llama.cpp's buffers.
-    Target(llama_context * ctx, bool hidden_rows);
+    // Takes no ownership: `ctx` must outlive the target. The context hands out, of every decoded token, the inputs of
+    // `layers` side by side; it is fixed for the context's life, since changing it rebuilds llama.cpp's buffers. A layer whose
+    // input the model's graph does not hand out ends the process in llama.cpp: the caller has asked runtime/layer_inputs.py.
+    Target(llama_context * ctx, std::vector<int32_t> layers);
     ~Target();
     Target(const Target &) = delete;
     Target & operator=(const Target &) = delete;
@@ -53,21 +57,23 @@ class Target {
 
     // Logits (n_vocab,) of row i of the last decode. Owned by the context, valid until the next decode.
     const float * logits(int32_t i) const;
-    // Hidden rows (n, n_embd) of the last decode, in its order. Owned by the context, valid until the next decode.
-    const float * hidden_rows() const;
+    // Hidden rows (n, width) of the first n rows of the last decode, in its order; the width is n_embd for each layer.
+    // Valid until the next decode or the next call.
+    const float * hidden_rows(int32_t n);
 
     llama_context * context() const { return ctx_; }
     int32_t n_past() const { return n_past_; }
     bool dirty() const { return dirty_; }
     int32_t n_ctx() const { return n_ctx_; }
     int32_t n_batch() const { return n_batch_; }
-    int32_t n_embd() const { return n_embd_; }
     int32_t n_vocab() const { return n_vocab_; }
     int32_t n_slots() const { return n_slots_; }
     bool recurrent() const { return recurrent_; }
     int64_t n_restores() const { return n_restores_; }
 
   private:
+    const float * layer_rows(int32_t layer) const;
+    size_t layer_width(int32_t layer) const;
     void reset(bool zero);  // `zero` also fills llama.cpp's buffers with zeros
     void run(const llama_token * tokens, int32_t n, Outputs outputs);
     void save_checkpoint();
@@ -75,9 +81,10 @@ class Target {
 
     llama_context * ctx_;
     llama_batch_ext * batch_;
-    bool hidden_rows_;
+    std::vector<int32_t> layers_;
+    std::vector<float> gathered_;  // hidden rows of several layers
     bool recurrent_;
-    int32_t n_ctx_, n_batch_, n_embd_, n_vocab_, n_slots_;
+    int32_t n_ctx_, n_batch_, n_vocab_, n_slots_;
 
     int32_t n_past_ = 0;       // positions that stand
     int32_t n_cells_ = 0;      // positions the context holds, >= n_past_

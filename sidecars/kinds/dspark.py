@@ -15,12 +15,24 @@ def is_sidecar(header: GGUFHeader) -> bool:
     return header.arch == dflash.ARCH and dflash.MARKOV_W1 in header.tensors
 
 
+def samples_from_anchor(header: GGUFHeader) -> bool:
+    """Return whether the block's first position, that of the known token, predicts a token too."""
+    return bool(header.keys.get(header.key(keys.SAMPLE_FROM_ANCHOR), True))
+
+
+def max_depth(header: GGUFHeader) -> int:
+    return dflash.block_size(header) - (0 if samples_from_anchor(header) else 1)
+
+
 def check(header: GGUFHeader) -> None:
+    header.uint(keys.BLOCK_SIZE)  # llama.cpp has no default for it here
     dflash.check(header)
-    n_vocab = len(header.strings(keys.TOKENS))
+    width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
     rank = header.tensors[dflash.MARKOV_W1].shape[0]
     check_tensors(
-        header, {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab(header))}
+        header,
+        {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab(header))},
+        {"conf_proj.weight": (width + rank, 1), "conf_proj.bias": (1,)},
     )
 
 
@@ -33,4 +45,5 @@ KIND = Kind(
     is_sidecar=is_sidecar,
     check=check,
     target=dflash.target,
+    max_depth=max_depth,
 )

@@ -1,4 +1,4 @@
-"""EAGLE3: a drafter of one or more blocks over the token's embedding and three of the main model's layer inputs.
+"""EAGLE3: a drafter of one block over the token's embedding and three of the main model's layer inputs (arXiv:2503.01840).
 
 Facts from llama.cpp's src/models/eagle3.cpp.
 """
@@ -11,6 +11,8 @@ from llama_sidecar.sidecars.kind import (
     Kind,
     Shape,
     Target,
+    check_head_sizes,
+    check_own_vocabulary,
     check_tensors,
     n_blocks,
     n_draft_vocab,
@@ -32,23 +34,39 @@ def check(header: GGUFHeader) -> None:
         raise errors.WrongKey(
             f"{header.path}: {name} has {len(layers)} layers; {N_TARGET_LAYERS} are expected"
         )
+    if n_blocks(header) != 1:
+        raise errors.WrongKey(
+            f"{header.path}: {header.key(keys.BLOCK_COUNT)} is {n_blocks(header)}; llama.cpp drafts with exactly 1 block"
+        )
+    check_head_sizes(header)
     width, target_width = header.uint(keys.EMBEDDING_LENGTH), header.uint(keys.TARGET_HIDDEN_SIZE)
     n_vocab = len(header.strings(keys.TOKENS))
     required: dict[str, Shape | None] = {
         keys.FC: (N_TARGET_LAYERS * target_width, width),
         keys.OUTPUT_NORM: (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.attn_norm_2.weight": (width,),
+        "blk.0.ffn_norm.weight": (width,),
     }
-    for i in range(n_blocks(header)):
-        required[f"blk.{i}.attn_norm.weight"] = (width,)
-        required[f"blk.{i}.attn_norm_2.weight"] = (width,)
-        required[f"blk.{i}.ffn_norm.weight"] = (width,)
+    if header.keys.get(header.key(keys.NORM_BEFORE_FC)):
+        required[keys.ENC_OUTPUT_NORM] = (N_TARGET_LAYERS * target_width,)
     check_tensors(
         header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab(header))}
     )
+    check_own_vocabulary(header)
+    borrowed = [name for name in (keys.TOKEN_EMBD, keys.OUTPUT) if name not in header.tensors]
+    if borrowed and width != target_width:
+        raise errors.MissingTensors(
+            f"{header.path}: {' and '.join(borrowed)} missing: they cannot be the main model's, which are {target_width} wide, "
+            f"in a drafter {width} wide"
+        )
 
 
 def target(header: GGUFHeader) -> Target:
-    return Target(width=header.uint(keys.TARGET_HIDDEN_SIZE), deepest_layer=max(target_layers(header)))
+    n_vocab = None if keys.OUTPUT in header.tensors else len(header.strings(keys.TOKENS))
+    return Target(
+        width=header.uint(keys.TARGET_HIDDEN_SIZE), n_vocab=n_vocab, layers=tuple(target_layers(header))
+    )
 
 
 KIND = Kind(
@@ -60,4 +78,5 @@ KIND = Kind(
     is_sidecar=is_sidecar,
     check=check,
     target=target,
+    last_is_hidden_row=True,
 )

@@ -11,6 +11,7 @@ from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
 from llama_sidecar.sidecars.kind import Kind, Shape, Target, check_tensors, n_blocks
 
+CHAINED = ("mimo2", "step35", "hy_v3")  # draft with several heads, one for each step
 ASSISTANTS = {"gemma4-assistant": "gemma4"}  # architecture of the drafter -> of its main model
 
 
@@ -34,6 +35,18 @@ def n_heads(header: GGUFHeader) -> int:
         name = header.key(keys.NEXTN_PREDICT_LAYERS)
         raise errors.WrongKey(f"{header.path}: {name} is {n}; 1 to {total} (all blocks) is expected")
     return n
+
+
+def max_depth(header: GGUFHeader) -> int | None:
+    """Return the number of heads where each drafts one step, None where one drafts them all; raises WrongKey for what cannot draft."""
+    if header.arch in ASSISTANTS or n_heads(header) == 1:
+        return None
+    if header.arch not in CHAINED:
+        raise errors.WrongKey(
+            f"{header.path}: {header.key(keys.NEXTN_PREDICT_LAYERS)} is {n_heads(header)}; llama.cpp drafts with exactly 1 "
+            f"head of a {header.arch} model"
+        )
+    return n_heads(header)
 
 
 def check(header: GGUFHeader) -> None:
@@ -93,4 +106,5 @@ KIND = Kind(
     check=check,
     target=target,
     vocab_tensors=vocab_tensors,
+    max_depth=max_depth,
 )

@@ -1,12 +1,17 @@
-// The MTP drafter: one chained head on a context of its own (ctx_type MTP).
+// The MTP drafter: the checkpoint's own head or heads on a context of their own (ctx_type MTP).
 //
 // The cell at position p+1 encodes the pair (h_p, x_{p+1}): x is the token there, h the target's hidden row one position
 // before; cell 0 is (zeros, x_0). A draft step's own hidden row is the h of the next step.
 //
-// Cells are of two sorts. The first n_true_ were made from the target's hidden rows and stay. Those after them were made
+// Cells are of two sorts. A head's first n_true_ were made from the target's hidden rows and stay. Those after them were made
 // from the head's own rows while drafting and are dropped before the next decode. Rows that the target has handed over
 // but the head has not decoded wait in rows_; propose() decodes them together with `last` in one pass. While nobody drafts
 // they only pile up, so that a pause in drafting costs nothing until it ends; where it lasts, the oldest are given up.
+//
+// Of several heads (MiMo, Step, HY-V3) step i is head i's, and no draft is deeper than there are heads. Each head has keys and
+// values of its own in the same cells, so it decodes all rows that are new to it: those that wait, then the drafted ones. To
+// go back to an earlier position for the next head leaves the others' keys and values as they are: llama.cpp gives the cells
+// that it has just freed to the rows that follow. A head that no draft reached lags behind, and its rows wait for it.
 //
 // A compact head knows some of the target's tokens only (sidecars/compact.py). Its rows are mapped where tokens enter the
 // batch and where drafts leave it; everything between speaks of the target's ids.
@@ -14,7 +19,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "../accept.h"
+#include "../draft_context.h"
 #include "../drafter.h"
 
 namespace sidecar {
@@ -26,62 +31,54 @@ constexpr size_t max_behind = 128;   // rows decoded one by one, without drafts,
 
 class Mtp final : public Drafter {
   public:
-    explicit Mtp(const DrafterOptions & options) : ctx_(options.ctx), ids_(options.ids) {
-        if (ctx_ == nullptr) throw std::invalid_argument("the mtp drafter needs a draft context");
-        const llama_model * model = api().get_model(ctx_);
-        n_embd_ = size_t(api().model_n_embd_out(model));
-        const int32_t n_rows = api().vocab_n_tokens(api().model_get_vocab(model));
-        n_vocab_ = std::min(options.n_vocab, n_rows);
-        if (!ids_.empty()) map_rows(options.n_vocab, n_rows);
-        n_batch_ = int32_t(api().n_batch(ctx_));
-        batch_ = api().batch_init(ctx_);
-        if (batch_ == nullptr) throw LibraryError("llama.cpp could not make a batch for the drafter");
-        try {
-            choose_hidden_rows();
-        } catch (...) {
-            api().batch_free(batch_);
-            throw;
-        }
+    explicit Mtp(const DrafterOptions & options)
+        : ctx_(options.ctx, "mtp"), rows_(ctx_.n_embd()), n_true_(size_t(std::max(1, api().model_n_layer_nextn(ctx_.model())))),
+          ids_(options.ids) {
+        n_vocab_ = std::min(options.n_vocab, ctx_.n_vocab());
+        if (!ids_.empty()) map_rows(options.n_vocab, ctx_.n_vocab());
+        choose_hidden_rows();
     }
 
-    ~Mtp() override { api().batch_free(batch_); }
-
-    void begin() override {
-        api().memory_clear(api().get_memory(ctx_), true);
-        n_true_ = n_cells_ = 0;
-        tokens_.clear();
-        rows_.clear();
-        carry_.assign(n_embd_, 0.0f);
-    }
+    void begin() override { begin_at(0, 0); }
 
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
+        const size_t n_embd = rows_.width();
         for (int32_t i = 0; i < n; ++i) {
-            const int32_t n_known = n_true_ + int32_t(tokens_.size());
-            if (pos + i > n_known) throw std::logic_error("the mtp drafter was not shown every position");
-            if (pos + i == n_known) {
+            if (pos + i > rows_.end()) throw std::logic_error("the mtp drafter was not shown every position");
+            if (pos + i == rows_.end()) {
                 push(tokens[i]);
-                if (n == 1 && tokens_.size() == max_behind) begin_at(max_behind / 2);
-                if (tokens_.size() == max_queued) catch_up();
+                if (n == 1 && size_t(rows_.end() - n_true_[0]) == max_behind) begin_at(rows_.end(), max_behind / 2);
+                if (rows_.size() == max_queued) catch_up();
             }
-            std::memcpy(carry_.data(), hidden + size_t(i) * n_embd_, n_embd_ * sizeof(float));
+            std::memcpy(carry_.data(), hidden + size_t(i) * n_embd, n_embd * sizeof(float));
         }
     }
 
     void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
         push(last);
-        while (tokens_.size() > size_t(n_batch_)) decode(false);
-        int32_t row = decode(true);
-        for (int32_t i = 0; i < n; ++i) {
-            const llama_token drafted = read_draft(row);
-            out.push_back(drafted);
-            if (i + 1 < n) row = decode_draft(drafted, row);
+        drafted_.clear();
+        drafted_rows_.clear();
+        for (int32_t i = 0; i < std::min(n, max_depth()); ++i) {
+            const int32_t row = i == 0 || is_chain() ? decode(size_t(i), true) : decode_draft();
+            const float * hidden = ctx_.hidden_row(row);
+            drafted_rows_.insert(drafted_rows_.end(), hidden, hidden + rows_.width());
+            const int32_t best = ctx_.best(row, n_vocab_);
+            drafted_.push_back(ids_.empty() ? best : ids_[best]);
         }
+        out.insert(out.end(), drafted_.begin(), drafted_.end());
+        forget();
     }
 
-    bool needs_hidden_rows() const override { return true; }
+    std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
+
+    int32_t max_depth() const override { return is_chain() ? int32_t(n_true_.size()) : INT32_MAX; }
 
     void catch_up() override {
-        while (!tokens_.empty()) decode(false);
+        drafted_.clear();
+        for (size_t head = 0; head < n_true_.size(); ++head) {
+            if (n_true_[head] < rows_.end()) decode(head, false);
+        }
+        forget();
     }
 
     void set_row(int32_t row, llama_token token) override {
@@ -115,117 +112,109 @@ class Mtp final : public Drafter {
     // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST
     // rows of a batch. So this looks: two cells in one decode, output on the second, against the same cells one by one.
     void choose_hidden_rows() {
-        api().set_embeddings_nextn(ctx_, true, true);
-        if (n_batch_ < 2) return;  // one row at a time: there is nothing to confuse
+        api().set_embeddings_nextn(ctx_.get(), true, true);
+        if (ctx_.n_batch() < 2) return;  // one row at a time: there is nothing to confuse
         const auto push_both = [this](bool apart) {
             begin();
-            carry_.assign(n_embd_, 1.0f);
+            carry_.assign(rows_.width(), 1.0f);
             push(0);
-            if (apart) decode(false);
-            for (size_t i = 0; i < n_embd_; i += 2) carry_[i] = -1.0f;  // the two cells must differ in either input
+            if (apart) decode(0, false);
+            for (size_t i = 0; i < rows_.width(); i += 2) carry_[i] = -1.0f;  // the two cells must differ in either input
             push(1);
         };
         push_both(true);
-        const float * row = hidden_row(decode(true));
-        const std::vector<float> alone(row, row + n_embd_);
+        const float * row = ctx_.hidden_row(decode(0, true));
+        const std::vector<float> alone(row, row + rows_.width());
         push_both(false);
-        const float * together = hidden_row(decode(true));
+        const float * together = ctx_.hidden_row(decode(0, true));
         double distance = 0.0, size = 0.0;
-        for (size_t i = 0; i < n_embd_; ++i) {
+        for (size_t i = 0; i < rows_.width(); ++i) {
             distance += double(alone[i] - together[i]) * double(alone[i] - together[i]);
             size += double(alone[i]) * double(alone[i]);
         }
-        if (!(distance <= 1e-3 * size)) api().set_embeddings_nextn(ctx_, true, false);
+        if (!(distance <= 1e-3 * size)) api().set_embeddings_nextn(ctx_.get(), true, false);
     }
 
-    // The head's own hidden row (n_embd,) of a row of the last decode; owned by the context.
-    const float * hidden_row(int32_t row) const {
-        const float * hidden = api().get_embeddings_nextn_ith(ctx_, row);
-        if (hidden == nullptr) throw LibraryError("llama.cpp has no hidden row for the draft step");
-        return hidden;
-    }
+    bool is_chain() const { return n_true_.size() > 1; }
 
-    // Forgets all cells and all queued ones but the last n, where it begins anew: the way back from plain decoding stays short
-    // however long that lasted. It costs the text before them, so drafts may be worse.
-    void begin_at(size_t n) {
-        const size_t n_dropped = tokens_.size() - n;
-        api().memory_clear(api().get_memory(ctx_), true);
-        n_true_ = n_cells_ = n_true_ + int32_t(n_dropped);
-        tokens_.erase(tokens_.begin(), tokens_.begin() + ptrdiff_t(n_dropped));
-        rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n_dropped) * ptrdiff_t(n_embd_));
+    // Begins anew with the last n_kept of n cells, which must be waiting: the way back from plain decoding stays short however
+    // long that lasted. It costs the text before them, so drafts may be worse.
+    void begin_at(llama_pos n, size_t n_kept) {
+        const llama_pos first = n - llama_pos(n_kept);
+        if (n_kept == 0) {
+            rows_.clear(first);
+            tokens_.clear();
+            carry_.assign(rows_.width(), 0.0f);
+        } else {
+            drop(size_t(first - rows_.first()));
+        }
+        ctx_.clear(first);
+        std::fill(n_true_.begin(), n_true_.end(), first);
     }
 
     // Queues the cell (carry, token).
     void push(llama_token token) {
         tokens_.push_back(token);
-        rows_.insert(rows_.end(), carry_.begin(), carry_.end());
+        rows_.push(carry_.data());
     }
 
-    // Decodes the oldest queued cells, a batch at most; with `wants_output` the last of them has logits and a hidden row.
-    // Returns its row's index.
-    int32_t decode(bool wants_output) {
-        if (n_cells_ > n_true_) {
-            if (!api().memory_seq_rm(api().get_memory(ctx_), 0, n_true_, -1)) {
-                throw LibraryError("llama.cpp refused to remove drafted cells");
-            }
-            n_cells_ = n_true_;
+    void drop(size_t n) {
+        tokens_.erase(tokens_.begin(), tokens_.begin() + ptrdiff_t(n));
+        rows_.pop(n);
+    }
+
+    // Drops what every head has decoded; a head that lags too far behind decodes now.
+    void forget() {
+        const llama_pos n_done = *std::min_element(n_true_.begin(), n_true_.end());
+        drop(size_t(n_done - rows_.first()));
+        if (rows_.size() >= max_behind) catch_up();
+    }
+
+    // Decodes all cells that wait for a head, and the drafted ones of a chain, in batches; with `wants_output` the last cell has
+    // logits and a hidden row. Returns its row's index.
+    int32_t decode(size_t head, bool wants_output) {
+        if (is_chain()) api().set_nextn_layer_offset(ctx_.get(), int32_t(head));
+        ctx_.trim(n_true_[head]);
+        const size_t n_cells = rows_.size() + drafted_.size();
+        size_t next = size_t(n_true_[head] - rows_.first());
+        int32_t n = 0;
+        while (next < n_cells) {
+            n = int32_t(std::min(n_cells - next, size_t(ctx_.n_batch())));
+            ctx_.start();
+            for (int32_t i = 0; i < n; ++i, ++next) add(next, wants_output && next + 1 == n_cells);
+            ctx_.decode();
         }
-        const int32_t n = std::min(int32_t(tokens_.size()), n_batch_);
-        api().batch_clear(batch_);
-        for (int32_t i = 0; i < n; ++i) {
-            add(tokens_[i], rows_.data() + size_t(i) * n_embd_, n_cells_ + i, wants_output && i == n - 1);
-        }
-        process(n);
-        n_true_ = n_cells_;
-        tokens_.erase(tokens_.begin(), tokens_.begin() + n);
-        rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n) * ptrdiff_t(n_embd_));
+        n_true_[head] = rows_.end();
         return n - 1;
     }
 
-    // Decodes one drafted token with the head's own hidden row of `row`.
-    int32_t decode_draft(llama_token token, int32_t row) {
-        api().batch_clear(batch_);
-        add(token, hidden_row(row), n_cells_, true);
-        process(1);
+    // Decodes the last drafted token with the head's own hidden row.
+    int32_t decode_draft() {
+        ctx_.start();
+        add(rows_.size() + drafted_.size() - 1, true);
+        ctx_.decode();
         return 0;
     }
 
-    void add(llama_token token, const float * hidden, llama_pos pos, bool wants_output) {
-        const int32_t entry = api().batch_add_token(batch_, 0, ids_.empty() ? token : row_of_[token]);
-        if (entry < 0 || !api().batch_set_embd_token(batch_, entry, {hidden, 1, n_embd_})) {
-            throw LibraryError("llama.cpp refused token " + std::to_string(token) + " for the drafter");
-        }
-        api().batch_set_pos(batch_, entry, &pos);
-        api().batch_set_output_logits(batch_, entry, wants_output);
+    // Adds cell i to the batch, counted from the oldest that waits; the drafted ones come after those.
+    void add(size_t i, bool wants_output) {
+        const bool is_true = i < rows_.size();
+        const size_t j = i - rows_.size();
+        const llama_token token = is_true ? tokens_[i] : drafted_[j];
+        const float * row = is_true ? rows_.row(i) : drafted_rows_.data() + j * rows_.width();
+        ctx_.add(ids_.empty() ? token : row_of_[token], row, rows_.width(), wants_output);
     }
 
-    void process(int32_t n) {
-        const int32_t code = api().process(ctx_, PROCESS_DECODE, batch_);
-        if (code != 0) {
-            throw LibraryError("llama.cpp failed to decode " + std::to_string(n) + " draft rows at position " +
-                               std::to_string(n_cells_) + " (code " + std::to_string(code) + ")");
-        }
-        n_cells_ += n;
-    }
-
-    llama_token read_draft(int32_t row) const {
-        const float * logits = api().get_logits_ith(ctx_, row);
-        if (logits == nullptr) throw LibraryError("llama.cpp has no logits for the draft step");
-        const int32_t best = argmax(logits, n_vocab_);
-        return ids_.empty() ? best : ids_[best];
-    }
-
-    llama_context * ctx_;
-    llama_batch_ext * batch_;
-    size_t n_embd_;
-    int32_t n_vocab_, n_batch_;  // n_vocab_: logits that may be proposed
-    std::vector<llama_token> ids_;  // of a compact head: the target's id of each row
-    std::vector<int32_t> row_of_;   // of a compact head: the row that each of the target's ids is fed as
-
-    int32_t n_true_ = 0, n_cells_ = 0;
-    std::vector<llama_token> tokens_;  // queued cells
-    std::vector<float> rows_;          // (tokens_.size(), n_embd)
+    DraftContext ctx_;
+    WaitingRows rows_;
+    std::vector<llama_token> tokens_;  // of the waiting rows
+    std::vector<llama_pos> n_true_;    // of each head
     std::vector<float> carry_;         // (n_embd,): the hidden row before the next cell
+    std::vector<llama_token> drafted_;
+    std::vector<float> drafted_rows_;  // (drafted_.size(), n_embd): the hidden row before each drafted token
+    std::vector<llama_token> ids_;     // of a compact head: the target's id of each row
+    std::vector<int32_t> row_of_;      // of a compact head: the row that each of the target's ids is fed as
+    int32_t n_vocab_;                  // logits that may be proposed
 };
 
 const Registered registered("mtp", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {

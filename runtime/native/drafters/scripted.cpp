@@ -29,7 +29,7 @@ class Scripted final : public Drafter {
     }
 
     // It asks for them all the same, so that its rounds cost the target what a real drafter's do.
-    bool needs_hidden_rows() const override { return true; }
+    std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
 
   private:
     std::vector<llama_token> script_;

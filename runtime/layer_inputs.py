@@ -1,0 +1,50 @@
+"""Which models hand out the inputs of their layers, which EAGLE3, DFlash and DSpark draft from.
+
+llama.cpp ends the process when it is asked for a layer that a model's graph does not hand out, and has no function that tells.
+So the architectures are listed here, from its sources (src/models/*.cpp of the version that llama-cpp-python 0.3.36 carries).
+"""
+
+from __future__ import annotations
+
+from llama_sidecar.sidecars import MainFile, Sidecar
+from llama_sidecar.sidecars.compact import Compact
+from llama_sidecar.sidecars.kinds import KINDS
+
+from .errors import LoadError
+
+# `t_layer_inp[il]` is set for every layer.
+LAYER_INPUTS = frozenset(
+    "bailingmoe3 deepseek4 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-01 minimax-m2 muse-glimmer "
+    "nanbeige nemotron_h nemotron_h_moe qwen35 qwen35moe qwen3 qwen3moe qwen3next qwen4exp".split()
+)
+# What follows the last layer: `t_layer_inp[n_layer]`, and `t_h_nextn`, which EAGLE3 takes for it.
+LAST_INPUT = frozenset("deepseek4 mimo2 nemotron_h nemotron_h_moe".split())
+LAST_HIDDEN = frozenset(
+    "bailingmoe3 cohere2moe deepseek2 deepseek32 deepseek4 gemma4 glm-dsa glm4moe gpt-oss hy_v3 mimo2 nemotron_h nemotron_h_moe "
+    "qwen35 qwen35moe qwen3next step35".split()
+)
+
+
+def check_layer_inputs(main: MainFile, sidecar: Sidecar | Compact) -> None:
+    """Checks that llama.cpp hands out what the sidecar's drafter reads of the main model.
+
+    Raises:
+        LoadError: it does not; both files are named.
+
+    Example:
+        >>> check_layer_inputs(open_main("NAME.gguf"), open_sidecar("eagle3-NAME.gguf"))    # doctest: +SKIP
+    """
+    layers = sidecar.target.layers
+    if not layers:
+        return
+    kind = KINDS[sidecar.kind]
+    last = LAST_HIDDEN if kind.last_is_hidden_row else LAST_INPUT
+    missing = [
+        layer for layer in layers if main.arch not in (LAYER_INPUTS if layer < main.n_layers else last)
+    ]
+    if missing:
+        raise LoadError(
+            f"{sidecar.path} drafts from the inputs of layers {', '.join(map(str, layers))}, and llama.cpp does not hand out "
+            f"{'those' if missing == list(layers) else f'that of layer {missing[0]}'} of {main.path} ({main.arch}): "
+            f"use a sidecar of another kind"
+        )

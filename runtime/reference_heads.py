@@ -1,0 +1,96 @@
+"""Each kind's drafter in plain Python: reference.py's second half, for the tests. One class is one kind; slow and simple.
+
+Every one drops what it drafted, then takes in what stands, in a decode of its own, before it drafts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .library import llama
+from .reference import LAST_HIDDEN, Context, staging
+
+
+class Head(Protocol):
+    """`layers` are those of the target that `rows` are made of."""
+
+    context: Context
+    layers: Sequence[int]
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        """Takes in tokens that stand from `pos` on, and the target's rows (n, width) there."""
+
+    def propose(self, last: int, n: int) -> list[int]:
+        """Drafts n tokens after `last`, whose position is the number of tokens taken in."""
+
+
+def make_head(kind: str, pointer: Any, *, n_layers: int) -> Head:
+    """The head of a kind over its own context; `n_layers` are the target's."""
+    heads: dict[str, Any] = {"mtp": Mtp, "eagle3": Eagle3}
+    return heads[kind](pointer, n_layers)  # type: ignore[no-any-return]
+
+
+def target_layers(model: Any) -> list[int]:
+    """The layers that a loaded drafter says it reads."""
+    n = staging("llama_model_target_layer_ids_n")(model)
+    return list(staging("llama_model_target_layer_ids")(model)[:n])
+
+
+class Mtp:
+    """The cell at p encodes (the target's row of p-1, the token of p)."""
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        self.context, self.layers = Context(pointer, masked=True), [LAST_HIDDEN]
+        self.row, self.n = np.zeros(self.context.n_embd), 0
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        self.context.trim(pos)
+        self.context.decode(tokens, pos, [], [self.row, *rows[:-1]])
+        self.row, self.n = rows[-1], pos + len(tokens)
+
+    def propose(self, last: int, n: int) -> list[int]:
+        drafts: list[int] = []
+        token, row = last, self.row
+        for i in range(n):
+            self.context.decode([token], self.n + i, [0], [row])
+            token, row = self.context.greedy(0), self.context.hidden(0)
+            drafts.append(token)
+        return drafts
+
+
+class Eagle3:
+    """The cell at p encodes (what the encoder makes of the target's row of p, the token of p+1)."""
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        self.context = Context(pointer, masked=True)
+        self.layers = [
+            LAST_HIDDEN if layer == n_layers else layer for layer in target_layers(self.context.model)
+        ]
+        self.row, self.n = np.zeros(self.context.n_embd), 0
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        first = 0 if pos else 1  # the cell before the first token does not exist
+        self.context.trim(max(0, pos - 1))
+        self.context.decode(None, max(0, pos - 1), range(len(rows)), rows, encode=True)
+        encoded = [self.row, *self.context.all_hidden(len(rows))]
+        if len(tokens) > first:
+            self.context.decode(tokens[first:], pos - 1 + first, [], encoded[first:-1])
+        self.row, self.n = encoded[-1], pos + len(tokens)
+
+    def propose(self, last: int, n: int) -> list[int]:
+        if n:
+            self.context.trim(self.n - 1)
+        drafts: list[int] = []
+        token, row = last, self.row
+        for i in range(n):
+            self.context.decode([token], self.n - 1 + i, [0], [row])
+            token, row = self.context.greedy(0), self.context.hidden(0)
+            drafts.append(token)
+        return drafts
+
+
+def n_layer_nextn(model: Any) -> int:
+    return int(llama().llama_model_n_layer_nextn(model))
