@@ -14,14 +14,53 @@ from .errors import LoadError
 
 # `t_layer_inp[il]` is set for every layer.
 LAYER_INPUTS = frozenset(
-    "bailingmoe3 deepseek4 gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-01 minimax-m2 muse-glimmer "
-    "nanbeige nemotron_h nemotron_h_moe qwen35 qwen35moe qwen3 qwen3moe qwen3next qwen4exp".split()
+    [
+        "bailingmoe3",
+        "deepseek4",
+        "gemma4",
+        "gpt-oss",
+        "hunyuan-dense",
+        "hunyuan_vl",
+        "lfm2",
+        "lfm2moe",
+        "llama",
+        "mimo2",
+        "minimax-01",
+        "minimax-m2",
+        "muse-glimmer",
+        "nanbeige",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3",
+        "qwen3moe",
+        "qwen3next",
+        "qwen4exp",
+    ]
 )
 # What follows the last layer: `t_layer_inp[n_layer]`, and `t_h_nextn`, which EAGLE3 takes for it.
-LAST_INPUT = frozenset("deepseek4 mimo2 nemotron_h nemotron_h_moe".split())
+LAST_INPUT = frozenset(["deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"])
 LAST_HIDDEN = frozenset(
-    "bailingmoe3 cohere2moe deepseek2 deepseek32 deepseek4 gemma4 glm-dsa glm4moe gpt-oss hy_v3 mimo2 nemotron_h nemotron_h_moe "
-    "qwen35 qwen35moe qwen3next step35".split()
+    [
+        "bailingmoe3",
+        "cohere2moe",
+        "deepseek2",
+        "deepseek32",
+        "deepseek4",
+        "gemma4",
+        "glm-dsa",
+        "glm4moe",
+        "gpt-oss",
+        "hy_v3",
+        "mimo2",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "step35",
+    ]
 )
 
 
