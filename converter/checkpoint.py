@@ -121,7 +121,9 @@ def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Tensor], list[st
     def read(file: str) -> dict[str, Tensor]:
         if index == INDEX:
             return read_safetensors(place.open(file, files))
-        return read_bin(place.path(file), place.meter.add)
+        path = place.path(file)
+        place.meter.opened(file, path.stat().st_size, str(path.stat().st_mtime_ns))
+        return read_bin(path, place.meter.read)
 
     shards = sorted({*shards, *listed.values()})
     with ThreadPoolExecutor(N_READERS) as pool:

@@ -7,10 +7,14 @@ of any step's inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
@@ -19,7 +23,7 @@ from llama_sidecar.converter.families import Family, Layout, Placement, family_o
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
 from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
-from llama_sidecar.converter.quantize import check_libggml, uses_importance
+from llama_sidecar.converter.quantize import check_libggml, libggml_path, uses_importance
 from llama_sidecar.converter.recipe import (
     Recipe,
     head_warnings,
@@ -53,7 +57,10 @@ KIND = "mtp"  # what every family here holds
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """What a conversion wrote; a path and a type are None, and a size 0, for a file that was not written."""
+    """What a conversion wrote; a path and a type are None, and a size 0, for a file that was not written.
+
+    `read_bytes` counts what was read of the checkpoint's files of weights, which have `checkpoint_bytes` in all.
+    """
 
     main: Path | None
     sidecar: Path | None
@@ -66,6 +73,8 @@ class ConvertResult:
     compact: Path | None
     compact_bytes: int
     draft_vocab: int | None
+    read_bytes: int
+    checkpoint_bytes: int
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -95,14 +104,15 @@ def convert(
 ) -> ConvertResult:
     """Convert a Hugging Face checkpoint into a main GGUF and the sidecar GGUF that holds its draft head.
 
-    `checkpoint` is the folder; `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
+    `checkpoint` is its folder, or `hf://ORG/NAME[@REVISION]` on the Hub, of whose weights only the ranges that are needed are read.
+    `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
     for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
     at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
     merge order, are written as a compact sidecar besides. `imatrix` is a file of llama-imatrix that weighs
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
-    Either all files are there and whole, or none is. Raises a subclass of ConversionError (converter/errors.py).
+    Either all files are there and whole, or none is; one that was killed goes on where it stopped. Raises a subclass of ConversionError (converter/errors.py).
 
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
@@ -137,15 +147,19 @@ def convert(
         warnings = list(_type_warnings(main, sidecar, importance))
 
         common = vocabulary_keys(opened, family.VOCABULARY)
-        common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS])
-        whole = {role: _gguf_file(file, opened, family.ARCH, common, name) for role, file in files.items()}
+        n_threads = opened.place.reading.n_threads
+        common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS], n_threads)
+        source = _source(opened, imatrix)
+        whole = {
+            role: _gguf_file(file, opened, family.ARCH, common, name, source) for role, file in files.items()
+        }
 
         def check(written: Mapping[str, Path]) -> AbstractContextManager[None] | None:
             _check_contract(written)
             check_targets(targets, force)  # again: another conversion may have been faster
             return _cutting(written["sidecar"], draft_vocab, cut, progress) if draft_vocab and cut else None
 
-        n_bytes = write_files(whole, check, progress)
+        n_bytes = write_files(whole, check, progress, opened.place.reading)
 
     return ConvertResult(
         main=main.path if main else None,
@@ -159,6 +173,8 @@ def convert(
         compact=cut,
         compact_bytes=cut.stat().st_size if cut else 0,
         draft_vocab=draft_vocab,
+        read_bytes=opened.place.meter.n_read,
+        checkpoint_bytes=opened.place.meter.n_total,
         warnings=opened.warnings + layout.warnings + warnings,
     )
 
@@ -233,33 +249,55 @@ def _cutting(sidecar: Path, n_rows: int, path: Path, progress: Progress | None) 
 
 
 def _gguf_file(
-    file: _FilePlan, checkpoint: Checkpoint, arch: str, common: dict[str, Key], name: str | None
+    file: _FilePlan, checkpoint: Checkpoint, arch: str, common: dict[str, Key], name: str | None, source: str
 ) -> GGUFFile:
     header = new_header(arch, file.tensors)
     add_general_keys(header, checkpoint, name, file.recipe.file_type)
     add_keys(header, file.keys | common)
-    return GGUFFile(file.path, header, file.tensors)
+    return GGUFFile(file.path, header, file.tensors, source)
+
+
+def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:
+    """All that decides the tensors' bytes beside a file's header: the weights, how they are read, and the code that does."""
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    read = [*code, checkpoint.folder / "config.json", *([Path(imatrix)] if imatrix else [])]
+    hashes = [sha256(path.read_bytes()).hexdigest() for path in read]
+    library = libggml_path()
+    found = library.stat() if library else None
+    versions = [
+        *checkpoint.place.meter.versions,
+        np.__version__,
+        str(found and (found.st_size, found.st_mtime_ns)),
+    ]
+    return "\n".join([*hashes, *sorted(versions)])
 
 
 def _fingerprints(
-    layout: Layout, tensors: Mapping[str, Tensor], config: Config, tokens: Any
+    layout: Layout, tensors: Mapping[str, Tensor], config: Config, tokens: Any, n_threads: int
 ) -> dict[str, Key]:
     """What ties a head to its trunk, the same in both files: hashes of the norms and of sampled rows (FORMAT.md)."""
     trunk, n_layers = layout.shared + layout.trunk, config.integer("num_hidden_layers")
     norms = [p for p in trunk if fingerprint.is_trunk_norm(p.name, len(p.shape), n_layers)]
     matrices = {tensors[s.name].name: tensors[s.name] for p in trunk for s in p.sources if len(s.shape) > 1}
-    rows = [
-        (name, row, matrices[name].raw_rows(row, row + 1).tobytes())
+    sampled = [
+        (name, row)
         for name in fingerprint.sample_tensors(matrices)
         for row in fingerprint.sample_rows(name, matrices[name].n_rows)
     ]
-    return {
-        published.FORMAT: published.FORMAT_VERSION,
-        published.FINGERPRINT_TRUNK: fingerprint.trunk_fingerprint(
-            tokens, {p.name: values(p, tensors) for p in norms}
-        ),
-        published.FINGERPRINT_ROWS: fingerprint.rows_fingerprint(rows),
-    }
+
+    def stored(name: str, row: int) -> tuple[str, int, bytes]:
+        return name, row, matrices[name].raw_rows(row, row + 1).tobytes()
+
+    with ThreadPoolExecutor(n_threads) as pool:  # hundreds of small readings, of a place that may be far away
+        norm_values = pool.map(lambda p: values(p, tensors), norms)
+        rows = pool.map(stored, *zip(*sampled, strict=True))
+        return {
+            published.FORMAT: published.FORMAT_VERSION,
+            published.FINGERPRINT_TRUNK: fingerprint.trunk_fingerprint(
+                tokens, {p.name: v for p, v in zip(norms, norm_values, strict=True)}
+            ),
+            published.FINGERPRINT_ROWS: fingerprint.rows_fingerprint(rows),
+        }
 
 
 def _check_contract(paths: Mapping[str, Path]) -> None:

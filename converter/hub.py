@@ -7,6 +7,7 @@ fixed when the repository is opened. No file of weights is ever downloaded whole
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,10 @@ import numpy as np
 from huggingface_hub import constants, errors, utils
 
 from llama_sidecar.converter.errors import HubFailed, NotACheckpoint, UnsupportedModel
-from llama_sidecar.converter.places import U8, Meter, WeightFile
+from llama_sidecar.converter.places import U8, Meter, Reading, WeightFile
+
+# Its tries, by eight threads at once, are no news: what fails for good is raised.
+logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
 
 # What is read beside the weights, where it is there.
 SMALL = (
@@ -26,12 +30,17 @@ SMALL = (
     *("hf_quant_config.json", "quantize_config.json", "additional_chat_templates/*.jinja"),
 )
 
+FAR = Reading(
+    8, 1 << 23
+)  # an answer takes its time and the Hub counts requests: fewer of them, 16 MB each at two bytes
+
 
 class Hub:
     """One commit of a model's repository, `ORG/NAME` at a revision (None: its main branch)."""
 
     def __init__(self, repository: str, revision: str | None = None):
-        self.repository, self.revision, self.meter = repository, revision, Meter()
+        self.repository, self.revision = repository, revision
+        self.meter, self.reading = Meter(), FAR
         with self._failures():
             found = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
         self.commit = str(found.sha)
@@ -67,12 +76,13 @@ class Hub:
     def open(self, name: str, files: ExitStack) -> WeightFile:
         """Nothing is kept open: each read is a request of its own, of exactly the bytes asked for."""
         url = huggingface_hub.hf_hub_url(self.repository, name, revision=self.commit)
+        self.meter.opened(name, self._sizes[name], self.commit)
 
         def read_into(offset: int, buffer: U8) -> None:
             if buffer.nbytes:
                 buffer[:] = np.frombuffer(self._range(url, name, offset, offset + buffer.nbytes), np.uint8)
 
-        return WeightFile(name, f"{self}/{name}", self._sizes[name], self.commit, read_into)
+        return WeightFile(name, f"{self}/{name}", self._sizes[name], read_into)
 
     def _range(self, url: str, name: str, start: int, stop: int) -> bytes:
         headers = {**self._headers, "range": f"bytes={start}-{stop - 1}"}
@@ -80,7 +90,7 @@ class Hub:
             reply = utils.http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
             utils.hf_raise_for_status(reply)
         data: bytes = reply.content
-        self.meter.add(len(data))
+        self.meter.read(len(data))
         if reply.status_code != 206 or len(data) != stop - start:
             raise HubFailed(
                 f"{self}/{name}: bytes {start} to {stop - 1} were asked for and {len(data)} came; "

@@ -31,27 +31,45 @@ ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 class WeightFile:
     """One file of weights, open: `read_into(offset, buffer)` fills the buffer with its bytes from the offset on.
 
-    `where` is what messages call it. `version` differs when the content does: of a file on a disk its time, of one on the Hub
-    its hash. Any thread may read.
+    `where` is what messages call it. Any thread may read.
     """
 
     name: str
     where: str
     n_bytes: int
-    version: str
     read_into: Callable[[int, U8], None] = field(repr=False)
 
 
 class Meter:
-    """How many bytes of weights were read; any thread may add."""
+    """Which files of weights were opened, how large they are (`n_total` bytes), and how much was read of them.
+
+    `versions` is one text for each file. Any thread may count.
+    """
 
     def __init__(self) -> None:
-        self.n_bytes = 0
+        self.n_read = self.n_total = 0
+        self.versions: list[str] = []
         self._lock = threading.Lock()
 
-    def add(self, n_bytes: int) -> None:
+    def read(self, n_bytes: int) -> None:
         with self._lock:
-            self.n_bytes += n_bytes
+            self.n_read += n_bytes
+
+    def opened(self, name: str, n_bytes: int, version: str) -> None:
+        with self._lock:
+            self.n_total += n_bytes
+            self.versions.append(f"{name} {n_bytes} {version}")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a place is best read: `n_threads` at a time, each of them about `n_values` of a tensor."""
+
+    n_threads: int
+    n_values: int
+
+
+DISK = Reading(min(os.cpu_count() or 1, 8), 1 << 20)  # 4 MB as float32: near a core's cache
 
 
 class Place(Protocol):
@@ -59,6 +77,7 @@ class Place(Protocol):
 
     folder: Path  # of the small files: config.json, the index, the tokenizer
     meter: Meter
+    reading: Reading
 
     @property
     def name(self) -> str:
@@ -93,7 +112,7 @@ class Folder:
             )
         if not os.access(folder, os.R_OK | os.X_OK):
             raise NotACheckpoint(f"{folder} cannot be read: permission denied")
-        self.folder, self.meter = folder, Meter()
+        self.folder, self.meter, self.reading = folder, Meter(), DISK
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -138,12 +157,13 @@ class Folder:
             raise BadShard(f"{path} cannot be opened: {error.strerror}") from error
         files.callback(os.close, fd)
         found = os.fstat(fd)
+        self.meter.opened(name, found.st_size, str(found.st_mtime_ns))
 
         def read_into(offset: int, buffer: U8) -> None:
             _pread(fd, offset, buffer, path)
-            self.meter.add(buffer.nbytes)
+            self.meter.read(buffer.nbytes)
 
-        return WeightFile(name, str(path), found.st_size, str(found.st_mtime_ns), read_into)
+        return WeightFile(name, str(path), found.st_size, read_into)
 
 
 def place_of(checkpoint: str | Path) -> Place:

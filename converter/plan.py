@@ -6,9 +6,9 @@ written. Knows neither families nor files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -77,7 +77,7 @@ class Planned:
         place = self.placement
         as_stored = bool(self.pieces) and all(tensor.dtype == self.type.name for tensor, _, _ in self.pieces)
         if as_stored and place.transform is None and not place.transposed:
-            return _joined([tensor.raw_rows(a, b) for tensor, a, b in self._pieces(start, stop)])
+            return _gathered(self._pieces(start, stop), lambda tensor, a, b: tensor.raw_rows(a, b))
         rows = self._values(start, stop)
         if place.transform:
             rows = place.transform(rows)
@@ -105,7 +105,7 @@ class Planned:
         return rows[start - first * n_rows : stop - first * n_rows]
 
     def _stored(self, start: int, stop: int) -> F32:
-        return _joined([tensor.rows(a, b) for tensor, a, b in self._pieces(start, stop)])
+        return _gathered(self._pieces(start, stop), lambda tensor, a, b: tensor.rows(a, b))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, int]]:
         if self.pieces and not self.placement.transposed:  # a vector's values may be written as a matrix
@@ -116,6 +116,24 @@ class Planned:
             first, last = max(start, end - (b - a)), min(stop, end)
             if first < last:
                 yield tensor, b - (end - first), b - (end - last)
+
+
+def _gathered(
+    pieces: Iterable[tuple[Tensor, int, int]], read: Callable[[Tensor, int, int], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """The rows of all pieces; those of one tensor that only change places are read at once: each reading may be a request."""
+    parts: list[npt.NDArray[Any]] = []
+    for _, group in groupby(pieces, key=lambda piece: id(piece[0])):
+        ranges = list(group)
+        tensor = ranges[0][0]
+        in_order = sorted((a, b) for _, a, b in ranges)
+        (first, _), (_, last) = in_order[0], in_order[-1]
+        if len(ranges) > 1 and all(one[1] == next_one[0] for one, next_one in pairwise(in_order)):
+            rows = read(tensor, first, last)
+            parts += [rows[a - first : b - first] for _, a, b in ranges]
+        else:
+            parts += [read(tensor, a, b) for _, a, b in ranges]
+    return _joined(parts)
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -90,18 +90,23 @@ def _blocks(rows: F32, kind: GGMLType, importance: F32 | None) -> U8:
     return out
 
 
+def libggml_path() -> Path | None:
+    """Where llama-cpp-python's ggml base library is; None without one."""
+    spec = importlib.util.find_spec("llama_cpp")
+    package = Path(spec.origin).parent if spec and spec.origin else None
+    return min((package / "lib").glob("*ggml-base.*"), default=None) if package else None
+
+
 @cache
 def libggml() -> ctypes.CDLL:
     """The ggml base library that llama-cpp-python installs, loaded without importing llama_cpp."""
-    spec = importlib.util.find_spec("llama_cpp")
-    package = Path(spec.origin).parent if spec and spec.origin else None
-    found = sorted((package / "lib").glob("*ggml-base.*")) if package else []
-    if not found:
+    path = libggml_path()
+    if path is None:
         raise MissingDependency(
             "block types need libggml, which llama-cpp-python installs and which was not found: "
             "pip install llama-cpp-python, or ask for F32, F16 or BF16"
         )
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(path))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     library.ggml_quantize_chunk.argtypes = [
         ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,

@@ -1,7 +1,8 @@
 """GGUF files out: written beside their targets under temporary names, checked, and renamed only when all are whole.
 
-Knows the container (through the published gguf package) and threads. Does not know where tensors come from, nor what
-they are called: a tensor is its name, shape, type and a function from a range of its rows to bytes.
+What a conversion that was ended has written is found again by the next one of the same. Knows the container (through the
+published gguf package) and threads. Does not know where tensors come from, nor what they are called: a tensor is its name,
+shape, type and a function from a range of its rows to bytes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -24,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_sidecar.converter.config import Key
-from llama_sidecar.converter.errors import NotEnoughSpace, OutputExists, OutputFailed
+from llama_sidecar.converter.errors import HubFailed, NotEnoughSpace, OutputExists, OutputFailed
+from llama_sidecar.converter.places import DISK, Reading
 from llama_sidecar.sidecars import LlamaSidecarError, read_header
 
-SLICE_VALUES = 1 << 20  # values of a tensor that one thread holds at a time: 4 MB as float32, near its cache
-MAX_THREADS = 8
+RECORD_S = 10  # between notes of what is on the disk: a conversion that is killed loses so much
+KEPT_BYTES = 256 << 20  # less is done again in seconds, and an interrupted conversion leaves nothing behind
 
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
 
@@ -66,11 +71,16 @@ class Header(Protocol):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file to be: where, its header (which also knows the tensors), and its tensors in the same order."""
+    """A file to be: where, its header (which also knows the tensors), and its tensors in the same order.
+
+    `source` names all that decides the tensors' bytes and is not in the header, so that a conversion can go on where another
+    stopped; empty for a file that is always begun anew.
+    """
 
     path: Path
     header: Header
     tensors: Sequence[Tensor]
+    source: str = ""
 
 
 def new_header(arch: str, tensors: Sequence[Tensor]) -> gguf.GGUFWriter:
@@ -114,13 +124,17 @@ def write_files(
     files: Mapping[str, GGUFFile],
     check: Callable[[Mapping[str, Path]], AbstractContextManager[object] | None],
     progress: Progress | None = None,
+    reading: Reading = DISK,
 ) -> dict[str, int]:
     """Writes all files into one folder or, whatever happens, none; returns their sizes in bytes.
 
     The caller's keys are kept. `check` gets the written files, still under their temporary names; they are put in place within the
-    context that it returns, if it does. Raises NotEnoughSpace
-    before any data is written if the disk cannot hold them, or when it fills up; OutputFailed when the system refuses
-    otherwise or a file does not read back as planned.
+    context that it returns, if it does. `reading` says how many threads read how much of a tensor at a time.
+
+    What a conversion that was killed has written is used where the same is to be written again; what one that was interrupted, or
+    lost its connection, has written stays for that where it is KEPT_BYTES or more (a note on the exception says so).
+    Raises NotEnoughSpace before any data is written if the disk cannot hold them, or when it fills up; OutputFailed when the system
+    refuses otherwise or a file does not read back as planned.
     """
     folder = next(iter(files.values())).path.parent
     made = [f for f in (folder, *folder.parents) if not os.path.lexists(f)]
@@ -128,10 +142,11 @@ def write_files(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for key, file in files.items():
+            started[key] = _Started(file, reading.n_values)
+        for file in files.values():
             _sweep(file.path)
-            started[key] = _Started(file)
         _check_space(started.values())
-        _write_data(started.values(), progress)
+        _write_data(started.values(), progress, reading.n_threads)
         for one in started.values():
             one.check()
         with check({key: one.path for key, one in started.items()}) or nullcontext():
@@ -142,6 +157,10 @@ def write_files(
             one.close()
         made, started = [], {}
         return n_bytes
+    except (KeyboardInterrupt, SystemExit, HubFailed) as error:
+        if _keep(started.values(), error):
+            started = {}
+        raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
@@ -156,12 +175,32 @@ def write_files(
                 empty.rmdir()
 
 
-class _Started:
-    """A file under its temporary name, header written, data to come."""
+@dataclass(frozen=True)
+class _Slice:
+    """Some rows of one tensor, and where in the file its data begins."""
 
-    def __init__(self, file: GGUFFile):
+    tensor: Tensor
+    offset: int
+    start: int
+    stop: int
+
+    @property
+    def n_bytes(self) -> int:
+        return (self.stop - self.start) * self.tensor.row_bytes
+
+
+class _Started:
+    """A file under its temporary name, header written, data to come.
+
+    Behind the place of the last tensor stands, until all is written, a byte for each slice: 1 for those that are on the disk.
+    The temporary name is made of a hash of all that decides the file's bytes. So a later conversion of the same finds what an
+    earlier one has done, whatever ended it.
+    """
+
+    def __init__(self, file: GGUFFile, n_values: int):
         self.file = file
         self.path = _part(file.path, secrets.token_hex(4))
+        self.can_go_on = False
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with suppress(OSError):  # a file system without locks: then nothing is ever swept there
@@ -170,20 +209,64 @@ class _Started:
             file.header.write_kv_data_to_file()
             file.header.write_ti_data_to_file()
             file.header.close()
+            self._plan(n_values)
+            if file.source:
+                self._continue(n_values)
         except BaseException:
             self.discard()
             raise
-        align = file.header.data_alignment
-        self.header_bytes = self.path.stat().st_size
-        self.offsets = []
-        end = gguf.GGUFWriter.ggml_pad(self.header_bytes, align)
-        for tensor in file.tensors:
+
+    def _plan(self, n_values: int) -> None:
+        align = self.file.header.data_alignment
+        header_bytes = self.path.stat().st_size
+        self.offsets: list[int] = []
+        end = gguf.GGUFWriter.ggml_pad(header_bytes, align)
+        for tensor in self.file.tensors:
             self.offsets.append(end)
             end += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, align)
         self.n_bytes = end
+        self.slices = [
+            _Slice(tensor, offset, start, min(start + step, tensor.n_rows))
+            for tensor, offset in zip(self.file.tensors, self.offsets, strict=True)
+            for step in (max(1, n_values // tensor.n_cols),)
+            for start in range(0, tensor.n_rows, step)
+        ]
+        self.header = os.pread(self.fd, header_bytes, 0)
+        self.done = bytearray(len(self.slices))
+
+    def _continue(self, n_values: int) -> None:
+        """Takes over what an earlier conversion of the same has left; else takes the name under which that would be looked for."""
+        decides = [self.header, self.file.source.encode(), str(n_values).encode()]
+        digest = sha256(b"".join(sha256(part).digest() for part in decides)).hexdigest()
+        path = _part(self.file.path, digest[:16])
+        with suppress(OSError):  # there is none, or one that still runs
+            earlier = _open_locked(path)
+            done = os.pread(earlier, len(self.slices) + 1, self.n_bytes)
+            if os.pread(earlier, len(self.header), 0) == self.header and len(done) == len(self.slices):
+                self.discard()
+                self.fd, self.path, self.done, self.can_go_on = earlier, path, bytearray(done), True
+                return
+            path.unlink()
+            os.close(earlier)
+        with suppress(OSError):  # the one that still runs has the name
+            os.link(self.path, path)
+            self.path.unlink()
+            self.path, self.can_go_on = path, True
+
+    @property
+    def n_done(self) -> int:
+        """Bytes of data that are written."""
+        return sum(part.n_bytes for part, is_done in zip(self.slices, self.done, strict=True) if is_done)
+
+    def record(self) -> None:
+        """Notes in the file which slices are on the disk by now, after seeing to it that they are."""
+        done = bytes(self.done)
+        os.fsync(self.fd)
+        os.pwrite(self.fd, done, self.n_bytes)
 
     def check(self) -> None:
         """Reads the header back and compares it with the plan."""
+        os.truncate(self.fd, self.n_bytes)
         os.fsync(self.fd)
         try:
             found = read_header(self.path).tensors
@@ -201,9 +284,9 @@ class _Started:
         self.path = self.file.path
 
     def discard(self) -> None:
-        """Removes the file, wherever it is by now."""
-        self.close()
+        """Removes the file, wherever it is by now; before its lock is gone, as another conversion might take it over."""
         self.path.unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -215,21 +298,49 @@ def _part(path: Path, tag: str) -> Path:
     return path.with_name(f".{path.name}.{tag}.part")
 
 
+def _open_locked(path: Path) -> int:
+    """Opens what another conversion has left. Raises OSError where it still runs, has just finished, or where there are no locks."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _sweep(path: Path) -> None:
     """Removes what killed conversions left of a file; one that still runs holds a lock."""
     for part in path.parent.glob(_part(Path(glob.escape(path.name)), "*").name):
         with suppress(OSError):
-            fd = os.open(part, os.O_RDWR)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                part.unlink()
-            finally:
-                os.close(fd)
+            fd = _open_locked(part)
+            part.unlink()
+            os.close(fd)
+
+
+def _keep(started: Collection[_Started], error: BaseException) -> bool:
+    """Leaves what is written for a later conversion, if that is much and can be found again; says so on the exception."""
+    kept = [one for one in started if one.can_go_on]
+    n_done = sum(one.n_done for one in kept)
+    if n_done < KEPT_BYTES:
+        return False
+    try:
+        for one in kept:
+            one.record()
+    except OSError:
+        return False
+    for one in started:
+        one.close() if one in kept else one.discard()
+    note = f"{n_done / 1e9:.2f} GB are done and kept in {kept[0].path.parent} (hidden): the same command goes on from there"
+    error.__dict__.setdefault("__notes__", []).append(note)  # add_note, which Python 3.10 lacks
+    return True
 
 
 def _check_space(started: Collection[_Started]) -> None:
     folder = next(iter(started)).path.parent
-    needed = sum(one.n_bytes - one.header_bytes for one in started)
+    needed = sum(max(0, one.n_bytes - os.fstat(one.fd).st_blocks * 512) for one in started)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise NotEnoughSpace(
@@ -237,41 +348,46 @@ def _check_space(started: Collection[_Started]) -> None:
         )
 
 
-def _slices(started: Collection[_Started]) -> Iterator[tuple[_Started, Tensor, int, int, int]]:
-    """(file, tensor, its offset in the file, first row, last row + 1)."""
-    for one in started:
-        for tensor, offset in zip(one.file.tensors, one.offsets, strict=True):
-            step = max(1, SLICE_VALUES // tensor.n_cols)
-            for start in range(0, tensor.n_rows, step):
-                yield one, tensor, offset, start, min(start + step, tensor.n_rows)
-
-
-def _write_slice(one: _Started, tensor: Tensor, offset: int, start: int, stop: int) -> tuple[int, str]:
-    view = tensor.rows(start, stop).reshape(-1).data
-    n_bytes, at = view.nbytes, offset + start * tensor.row_bytes
-    assert n_bytes == (stop - start) * tensor.row_bytes, (
-        f"{tensor.name}: {n_bytes} bytes for {stop - start} rows"
+def _write_slice(one: _Started, part: _Slice) -> None:
+    view = part.tensor.rows(part.start, part.stop).reshape(-1).data
+    at = part.offset + part.start * part.tensor.row_bytes
+    assert view.nbytes == part.n_bytes, (
+        f"{part.tensor.name}: {view.nbytes} bytes for {part.stop - part.start} rows"
     )
     while view:
         written = os.pwrite(one.fd, view, at)
         view, at = view[written:], at + written
-    return n_bytes, tensor.name
 
 
-def _write_data(started: Collection[_Started], progress: Progress | None) -> None:
+def _write_data(started: Collection[_Started], progress: Progress | None, n_threads: int) -> None:
     """Slices are independent: each thread reads, converts and writes its own."""
     for one in started:
-        os.truncate(one.fd, one.n_bytes)
+        os.truncate(one.fd, one.n_bytes + len(one.slices))
     total = sum(t.n_bytes for one in started for t in one.file.tensors)
-    done = 0
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as pool:
+    done = sum(one.n_done for one in started)
+    if progress and done:
+        progress(done, total, "going on where it stopped")
+    to_do = ((one, i) for one in started for i, is_done in enumerate(one.done) if not is_done)
+    recorded = time.monotonic()
+    with ThreadPoolExecutor(n_threads) as pool:
         try:
-            futures = [pool.submit(_write_slice, *part) for part in _slices(started)]
-            for future in as_completed(futures):
-                n_bytes, name = future.result()
-                done += n_bytes
-                if progress:
-                    progress(done, total, name)
+            running: dict[Future[None], tuple[_Started, int]] = {}
+            while True:
+                for one, i in islice(to_do, 4 * n_threads - len(running)):
+                    running[pool.submit(_write_slice, one, one.slices[i])] = one, i
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    one, i = running.pop(future)
+                    future.result()
+                    one.done[i] = 1
+                    done += one.slices[i].n_bytes
+                    if progress:
+                        progress(done, total, one.slices[i].tensor.name)
+                if time.monotonic() > recorded + RECORD_S:
+                    for one in started:
+                        one.record()
+                    recorded = time.monotonic()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

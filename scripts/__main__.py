@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from llama_sidecar.sidecars.errors import LlamaSidecarError
+from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
 
 from . import __version__
 
@@ -54,6 +54,11 @@ def end_in_order() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
+def notes(error: BaseException | None) -> list[str]:
+    """What was added to an exception on its way."""
+    return [f"note: {printable(note)}" for note in getattr(error, "__notes__", [])]
+
+
 def main(command: click.Command = cli) -> None:
     """Runs the command line (or one command); our own errors and Ctrl-C end it with one line and an exit code that is not 0."""
     fill_closed_streams()
@@ -64,14 +69,14 @@ def main(command: click.Command = cli) -> None:
     try:
         command.main(prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Abort:
-        print("\ninterrupted", file=sys.stderr)
+    except click.exceptions.Abort as abort:
+        print("\ninterrupted", *notes(abort.__context__), sep="\n", file=sys.stderr)
         sys.exit(130)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except LlamaSidecarError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", *notes(error), sep="\n", file=sys.stderr)
         sys.exit(1)
     except OSError as error:  # our files have errors of their own: this is mostly the output's
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it goes nowhere

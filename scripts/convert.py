@@ -18,18 +18,20 @@ NONE = "none"
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
 @click.option(
     "-o", "--out", required=True, type=click.Path(path_type=Path), help="Folder to write to; made if need be."
 )
 @click.option(
     "--main-type",
     type=click.Choice([*TYPES, NONE], case_sensitive=False),
-    default="Q8_0",
-    show_default=True,
     metavar="TYPE",
-    help=f"Type of the main file's weights: {', '.join(TYPES)}; or none, which writes the sidecar alone, for a main file "
-    "you have already.",
+    help=f"Type of the main file's weights: {', '.join(TYPES)}; or none, which writes the sidecar alone.  [default: Q8_0]",
+)
+@click.option(
+    "--sidecar-only",
+    is_flag=True,
+    help="Write the sidecar alone, for a main file that you have already: the same as --main-type none.",
 )
 @click.option(
     "--sidecar-type",
@@ -55,9 +57,10 @@ NONE = "none"
 @click.option("--force", is_flag=True, help="Replace files that are there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def command(
-    checkpoint: Path,
+    checkpoint: str,
     out: Path,
-    main_type: str,
+    main_type: str | None,
+    sidecar_only: bool,
     sidecar_type: str | None,
     draft_vocab: int | None,
     imatrix: Path | None,
@@ -65,20 +68,26 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Turn a Hugging Face CHECKPOINT folder into a main GGUF and a small sidecar GGUF that holds its draft head.
+    """Turn a Hugging Face CHECKPOINT into a main GGUF and a small sidecar GGUF that holds its draft head.
 
-    The main file runs in any llama.cpp, alone or with the sidecar beside it. Either both files are written or none.
+    CHECKPOINT is a folder, or ORG/NAME or hf://ORG/NAME[@REVISION] on the Hugging Face Hub: of that only what is needed is read,
+    with --sidecar-only little more than the head. The main file runs in any llama.cpp, alone or with the sidecar beside it.
+    Either both files are written or none; after a crash, a broken connection or Ctrl-C late in a long conversion the same command
+    goes on where it stopped.
 
     \b
     llama-sidecar convert Qwen3.5-0.8B --out models
     llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
+    llama-sidecar convert hf://Qwen/Qwen3.5-27B --sidecar-only --out models
     """
+    if sidecar_only and main_type not in (None, NONE):
+        raise click.UsageError(f"--sidecar-only and --main-type {main_type} contradict each other")
+    main = "Q8_0" if main_type is None else main_type
     with progress_bar("reading the checkpoint") as show:
-        main = None if main_type.lower() == NONE else main_type
         result = convert(
             checkpoint,
             out,
-            main,
+            None if sidecar_only or main == NONE else main,
             sidecar_type,
             draft_vocab=draft_vocab,
             imatrix=imatrix,
@@ -94,18 +103,22 @@ def command(
 def _summary(result: ConvertResult) -> str:
     lines = []
     if result.main:
-        lines.append(f"main     {result.main}  ({result.main_type}, {result.main_bytes / 1e6:,.1f} MB)")
+        lines.append(f"main     {result.main}  ({result.main_type}, {_mb(result.main_bytes)})")
     if result.sidecar:
         lines.append(
-            f"sidecar  {result.sidecar}  ({result.sidecar_type}, {result.sidecar_bytes / 1e6:,.1f} MB, "
+            f"sidecar  {result.sidecar}  ({result.sidecar_type}, {_mb(result.sidecar_bytes)}, "
             f"{result.kind}, {result.n_head_tensors} head tensors)"
         )
     if result.compact:
-        lines.append(
-            f"compact  {result.compact}  ({result.draft_vocab:,} rows, {result.compact_bytes / 1e6:,.1f} MB)"
-        )
+        lines.append(f"compact  {result.compact}  ({result.draft_vocab:,} rows, {_mb(result.compact_bytes)})")
+    if result.read_bytes < result.checkpoint_bytes:
+        lines.append(f"read     {_mb(result.read_bytes)} of the checkpoint's {_mb(result.checkpoint_bytes)}")
     if result.main:
         lines.append(f"llama-sidecar chat {shlex.quote(str(result.main))}")
     else:
         lines.append(f"llama-sidecar chat MAIN --sidecar {shlex.quote(str(result.sidecar))}")
     return "\n".join(lines)
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.1f} MB"

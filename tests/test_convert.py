@@ -44,6 +44,7 @@ from llama_sidecar.converter.errors import (
     UnknownType,
     UnsupportedModel,
 )
+from llama_sidecar.converter.places import DISK
 from llama_sidecar.scripts.convert import command
 from llama_sidecar.sidecars import (
     GGUFHeader,
@@ -749,22 +750,20 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
 def test_an_interrupt_does_not_wait_for_what_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slices, write, written = writer._slices, writer._write_slice, []
+    write, written = writer._write_slice, []
 
-    def interrupted(started: Any) -> Any:
-        yield from list(slices(started)) * 20
-        raise KeyboardInterrupt
-
-    def slow(*part: Any) -> tuple[int, str]:
+    def slow(*part: Any) -> None:
         written.append(part)
         time.sleep(0.01)
-        return write(*part)
+        write(*part)
 
-    monkeypatch.setattr(writer, "_slices", interrupted)
+    def interrupted(done: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(writer, "_write_slice", slow)
     with pytest.raises(KeyboardInterrupt):
-        convert(make_checkpoint(tmp_path), tmp_path / "out")
-    assert len(written) < 500 and not (tmp_path / "out").exists()
+        convert(make_checkpoint(tmp_path), tmp_path / "out", progress=interrupted)
+    assert len(written) <= 2 * DISK.n_threads and not (tmp_path / "out").exists()
 
 
 def test_output_folder_that_cannot_be(tmp_path: Path) -> None:
