@@ -1,31 +1,24 @@
 """A Hugging Face checkpoint: its configuration, and the tensors of all its files by name.
 
 Knows which files a checkpoint may have (config.json, the index, shards listed and not) and which one decides. Does not know
-where it lies (places.py), how a file stores its tensors, what a tensor means, nor any GGUF name.
+where it lies (places.py), how a file stores its tensors, how several of them are one quantised weight, what a tensor means, nor any GGUF name.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llama_sidecar.converter.config import Config
-from llama_sidecar.converter.errors import (
-    BadConfig,
-    BadShard,
-    MissingShard,
-    NotACheckpoint,
-    UnsafePath,
-    UnsupportedModel,
-)
+from llama_sidecar.converter.errors import BadShard, MissingShard, NotACheckpoint, UnsafePath
 from llama_sidecar.converter.places import Place, place_of
-from llama_sidecar.converter.shards import Tensor, read_bin, read_safetensors
+from llama_sidecar.converter.quantized import join_quantized
+from llama_sidecar.converter.shards import Stored, Tensor, read_bin, read_safetensors
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -67,7 +60,7 @@ def open_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
     The index decides for the names it lists; without one `model.safetensors` does. Tensors that only another file
     holds are taken from there, with a warning that names it. Raises NotACheckpoint, MissingShard, BadShard,
-    UnsafePath, UnsupportedModel, and MissingDependency where a `.bin` shard needs torch.
+    UnsafePath, BadConfig, UnsupportedModel, and MissingDependency where a `.bin` shard needs torch.
 
         >>> with open_checkpoint("Qwen3.5-0.8B") as checkpoint:                      # doctest: +SKIP
         ...     checkpoint.tensors["model.norm.weight"].shape
@@ -77,7 +70,7 @@ def open_checkpoint(checkpoint: str | Path) -> Checkpoint:
     config = read_config(place)
     with ExitStack() as files:
         tensors, warnings = _collect(place, files)
-        return Checkpoint(place, config, _with_scales(tensors, config), warnings, files.pop_all())
+        return Checkpoint(place, config, join_quantized(tensors, config), warnings, files.pop_all())
 
 
 def read_config(place: Place) -> Config:
@@ -101,7 +94,7 @@ def read_object(path: Path) -> dict[str, Any]:
 # Which file holds which tensor.
 
 
-def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Tensor], list[str]]:
+def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Stored], list[str]]:
     folder, shards = place.folder, place.names("*.safetensors")
     if shards or (folder / INDEX).is_file():
         index, single = INDEX, "model.safetensors"
@@ -118,7 +111,7 @@ def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Tensor], list[st
             f"{folder / index} names {', '.join(absent)}, not in the folder: download the missing files"
         )
 
-    def read(file: str) -> dict[str, Tensor]:
+    def read(file: str) -> dict[str, Stored]:
         if index == INDEX:
             return read_safetensors(place.open(file, files))
         path = place.path(file)
@@ -170,55 +163,3 @@ def _read_index(path: Path) -> dict[str, str]:
         if file != Path(file).name or file in ("", ".", ".."):
             raise UnsafePath(f"{path} names the file {file!r}; expected a plain file name within the folder")
     return listed
-
-
-# FP8.
-
-
-def _with_scales(tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Joins every FP8 weight with its `_scale_inv`; scales of activations are dropped."""
-    quantization = config.get("quantization_config") or {}
-    if not isinstance(quantization, dict):
-        raise BadConfig(f"config.json has quantization_config = {quantization!r}; expected an object")
-    method = quantization.get("quant_method")
-    if method not in (None, "fp8"):
-        raise UnsupportedModel(
-            f"config.json says the weights are quantized by {method!r}; expected none or 'fp8': convert the unquantized checkpoint"
-        )
-    if method is None:
-        return tensors
-    block = quantization.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and [type(n) for n in block] == [int, int] and min(block) > 0
-    ):
-        raise UnsupportedModel(
-            f"config.json has weight_block_size = {block!r}; expected two positive integers"
-        )
-    scales = {
-        name.removesuffix("_scale_inv"): t for name, t in tensors.items() if name.endswith("_scale_inv")
-    }
-    weights = {
-        name: t
-        for name, t in tensors.items()
-        if not name.endswith(("_scale_inv", "activation_scale", "input_scale"))
-    }
-    orphans = sorted(scales[name].name for name in scales.keys() - weights.keys())
-    if orphans:
-        raise MissingShard(f"{', '.join(orphans)} scale weights that are not in the checkpoint")
-    return {name: _scaled(t, scales[name], block) if name in scales else t for name, t in weights.items()}
-
-
-def _scaled(weight: Tensor, scale: Tensor, block: list[int] | None) -> Tensor:
-    scale.check_type()
-    if block is None and math.prod(scale.shape) == 1:
-        return replace(weight, scale=scale.rows(0, 1).reshape(scale.shape))
-    *stacked, n_rows, n_cols = (1, 1, *weight.shape)[-max(2, len(weight.shape)) :]
-    rows, cols = block or (n_rows, n_cols)
-    rows, cols = max(1, min(rows, n_rows)), max(1, min(cols, n_cols))
-    expected = (*stacked, -(-n_rows // rows), -(-n_cols // cols))
-    if len(weight.shape) < 2 or scale.shape != expected:
-        raise BadShard(
-            f"{scale.name} has shape {scale.shape}; expected {expected} for {weight.name} of {weight.shape}"
-        )
-    values = scale.rows(0, scale.n_rows).reshape(scale.shape)
-    return replace(weight, scale=values, scale_block=(rows, cols))

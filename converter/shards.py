@@ -1,7 +1,7 @@
 """One weight file of a checkpoint: safetensors, or a `.bin` of PyTorch, as tensors that are read in rows when asked for.
 
-Knows the two formats and how values are stored, block-wise FP8 too. Does not know which files belong together, nor what
-a tensor means, nor where the file lies (places.py).
+Knows the two formats and how numbers are stored. Does not know which files belong together, which tensors are one
+quantised weight (quantized/), what a tensor means, nor where the file lies (places.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,28 +35,26 @@ ITEM_BYTES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-FP8: dict[str, F32] = {
+INTEGERS = {"I8": "<i1", "U8": "<u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
+FP8 = ("F8_E4M3", "F8_E5M2")
+BYTES: dict[str, F32] = {  # the number that each byte stands for
     name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     for name, dtype in (("F8_E4M3", ml_dtypes.float8_e4m3fn), ("F8_E5M2", ml_dtypes.float8_e5m2))
-}
+} | {"F8_E8M0": np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)}
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors format sets itself
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor, seen as (n_rows, n_cols): a vector has one column, and all but the last of more dimensions are rows.
+class Tensor(ABC):
+    """One weight, seen as (n_rows, n_cols): a vector has one column, and all but the last of more dimensions are rows.
 
-    `read_into(offset, buffer)` fills the buffer with the tensor's bytes from the offset on. `scale` holds the factors
-    of a block-wise FP8 weight, one for each `scale_block` of (rows, columns), or a single one.
+    `dtype` says how its values are stored: as safetensors spells it, or a quantised weight's own name for it.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
-    read_into: Callable[[int, U8], None] = field(repr=False)
-    scale: F32 | None = field(default=None, repr=False)
-    scale_block: tuple[int, int] | None = None
 
     @property
     def n_cols(self) -> int:
@@ -65,49 +64,61 @@ class Tensor:
     def n_rows(self) -> int:
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
 
+    @abstractmethod
     def raw_rows(self, start: int, stop: int) -> U8:
-        """Rows start..stop as they are stored: (stop - start, bytes of a row)."""
+        """Rows start..stop as they are stored, without scales: (stop - start, bytes of a row)."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> F32:
+        """Rows start..stop as float32, dequantized: (stop - start, n_cols)."""
+
+    @abstractmethod
+    def check_type(self) -> None:
+        """Raises UnsupportedModel unless the values are those of a weight."""
+
+    def blocks(self, start: int, stop: int) -> U8:
+        """Rows start..stop as GGUF stores the type that is called like `dtype`."""
+        return self.raw_rows(start, stop)
+
+
+@dataclass(frozen=True)
+class Stored(Tensor):
+    """A tensor of a file: `read_into(offset, buffer)` fills the buffer with the tensor's bytes from the offset on."""
+
+    read_into: Callable[[int, U8], None] = field(repr=False)
+
+    def raw_rows(self, start: int, stop: int) -> U8:
         row_bytes = self.n_cols * ITEM_BYTES[self.dtype]
         raw = np.empty((stop - start, row_bytes), np.uint8)
         self.read_into(start * row_bytes, raw.reshape(-1))
         return raw
 
     def rows(self, start: int, stop: int) -> F32:
-        """Rows start..stop as float32, dequantized: (stop - start, n_cols); for types that `check_type` lets pass."""
-        if self.dtype == "BF16":
-            wide = self.raw_rows(start, stop).view("<u2").astype(np.uint32)
-            return np.left_shift(wide, 16, out=wide).view(np.float32)
-        if self.dtype in FLOATS:
-            return self.raw_rows(start, stop).view(FLOATS[self.dtype]).astype(np.float32, copy=False)
-        rows = FP8[self.dtype][self.raw_rows(start, stop)]
-        rows *= self._factors(start, stop)
-        return rows
+        return numbers(self.raw_rows(start, stop), self.dtype)
 
     def check_type(self) -> None:
-        """Raises UnsupportedModel unless `rows` can read the values."""
-        if self.dtype in FP8 and self.scale is None:
+        if self.dtype in FP8:
             raise UnsupportedModel(
-                f"{self.name} in {self.file} is {self.dtype}; expected {self.name}_scale_inv with it"
+                f"{self.name} in {self.file} is {self.dtype}; expected {self.name}_scale_inv or {self.name}_scale with it"
             )
-        if self.dtype not in ("BF16", *FLOATS, *FP8):
+        if self.dtype not in ("BF16", *FLOATS):
             raise UnsupportedModel(
-                f"{self.name} in {self.file} is {self.dtype}; expected F32, F16, BF16 or block-wise FP8: "
-                "convert the unquantized checkpoint"
+                f"{self.name} in {self.file} is {self.dtype} and no part of a quantized weight that is known; expected "
+                "F32, F16 or BF16: convert the unquantized checkpoint"
             )
 
-    def _factors(self, start: int, stop: int) -> F32:
-        """The FP8 factors of rows start..stop: (stop - start, n_cols), or (1, 1)."""
-        assert self.scale is not None, "check_type was not called"
-        if self.scale_block is None:
-            return self.scale.reshape(1, 1)
-        block_rows, block_cols = self.scale_block
-        matrix, row = np.divmod(np.arange(start, stop), self.shape[-2])
-        block = matrix * self.scale.shape[-2] + row // block_rows
-        per_block = self.scale.reshape(-1, self.scale.shape[-1])[block]
-        return np.repeat(per_block, block_cols, axis=1)[:, : self.n_cols]
+
+def numbers(raw: U8, dtype: str) -> F32:
+    """Rows of bytes as the numbers that a type stores: (n_rows, bytes) -> (n_rows, n_cols)."""
+    if dtype == "BF16":
+        wide = raw.view("<u2").astype(np.uint32)
+        return np.left_shift(wide, 16, out=wide).view(np.float32)
+    if dtype in BYTES:
+        return BYTES[dtype][raw]
+    return raw.view((FLOATS | INTEGERS)[dtype]).astype(np.float32, copy=False)
 
 
-def read_safetensors(file: WeightFile) -> dict[str, Tensor]:
+def read_safetensors(file: WeightFile) -> dict[str, Stored]:
     """The tensors of one safetensors file, after its whole header has been checked (format: huggingface/safetensors)."""
     prefix = _read(file, 0, min(8, file.n_bytes))
     header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -133,7 +144,7 @@ def read_safetensors(file: WeightFile) -> dict[str, Tensor]:
             f"{file.where} is truncated: its header declares {data_start + end} bytes, the file has {file.n_bytes}"
         )
     return {
-        name: Tensor(name, dtype, shape, file.name, _from(file, data_start + start))
+        name: Stored(name, dtype, shape, file.name, _from(file, data_start + start))
         for name, (dtype, shape, start, _) in entries.items()
     }
 
@@ -166,7 +177,7 @@ def _from(file: WeightFile, base: int) -> Callable[[int, U8], None]:
     return lambda offset, buffer: file.read_into(base + offset, buffer)
 
 
-def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Tensor]:
+def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Stored]:
     """The tensors of one `pytorch_model*.bin`, through torch: weights only, mapped. `count` is told of the bytes read."""
     try:
         import torch
@@ -196,7 +207,7 @@ def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Tensor]:
             raise UnsupportedModel(f"{name} in {path.name} is {found}; expected a dense tensor of numbers")
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         read_into = _copy_from(data, tensor.is_contiguous(), count)
-        tensors[name] = Tensor(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)
+        tensors[name] = Stored(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)
     return tensors
 
 

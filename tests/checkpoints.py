@@ -27,6 +27,7 @@ Array = npt.NDArray[Any]
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8),
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 VARIANTS = [(arch, variant) for arch, family in families().items() for variant in family.TINY]

@@ -117,8 +117,8 @@ def test_fp8_without_its_scales_and_other_quantizations_are_errors(tmp_path: Pat
     path = folder(tmp_path / "c", {"quantization_config": {"quant_method": "fp8"}}, model={"w": stored})
     with open_checkpoint(path) as checkpoint, pytest.raises(UnsupportedModel, match="w_scale_inv"):
         checkpoint.tensors["w"].check_type()
-    write_json(path / "config.json", {"quantization_config": {"quant_method": "gptq"}})
-    with pytest.raises(UnsupportedModel, match="quantized by 'gptq'"):
+    write_json(path / "config.json", {"quantization_config": {"quant_method": "quip"}})
+    with pytest.raises(UnsupportedModel, match="quantized by 'quip'"):
         open_checkpoint(path)
     write_json(path / "config.json", {"quantization_config": ["fp8"]})
     with pytest.raises(BadConfig, match="expected an object"):

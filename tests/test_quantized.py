@@ -1,0 +1,235 @@
+"""Checkpoints quantised by others are read per tensor by what is stored: values equal to a plain reading of the formats.
+
+The references are worked out in tests/quantized.py; scripts/dev/peer_listings.py has stored what llama.cpp's converter makes of
+the same checkpoints where it reads the method.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import listing, make_checkpoint, tiny_config, tiny_tensors, write_json, write_safetensors
+from quantized import METHODS, bits, fp8_codes, quantize_trunk, scales
+
+from llama_sidecar.converter import convert
+from llama_sidecar.converter.checkpoint import open_checkpoint
+from llama_sidecar.converter.errors import BadShard, MissingShard, UnsupportedModel
+from llama_sidecar.converter.quantized import methods
+
+MATRIX = "model.layers.0.mlp.down_proj.weight"
+BOUNDS = [(0, 40), (0, 1), (3, 4), (7, 26), (39, 40)]
+
+
+def folder(path: Path, tensors: dict[str, np.ndarray], quantization: dict[str, object] | None = None) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    write_safetensors(path / "model.safetensors", tensors)
+    write_json(path / "config.json", {"quantization_config": quantization} if quantization else {})
+    return path
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_values_in_any_slice(name: str, tmp_path: Path) -> None:
+    method, quantization = METHODS[name]
+    parts, values = method(MATRIX, (40, 192))
+    bias = np.arange(3, dtype=np.float32)
+    with open_checkpoint(folder(tmp_path / "c", parts | {"bias": bias}, quantization)) as checkpoint:
+        assert checkpoint.tensors.keys() == {MATRIX, "bias"}
+        weight = checkpoint.tensors[MATRIX]
+        weight.check_type()
+        assert weight.shape == (40, 192)
+        for start, stop in BOUNDS:
+            found = weight.rows(start, stop)
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, values[start:stop], rtol=2e-7)
+            assert len(weight.raw_rows(start, stop)) == stop - start
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_quantised_trunk_with_its_head_as_it_was(name: str, tmp_path: Path) -> None:
+    """The pair equals that of the same values in F32; the head's tensors are those of the unquantised checkpoint."""
+    config = tiny_config("qwen35", "tied") | {"intermediate_size": 128}
+    method, quantization = METHODS[name]
+    stored, plain = quantize_trunk(tiny_tensors("qwen35", "tied", config=config), method, 4)
+    assert sum(n.endswith("_proj.weight") for n in plain.keys() - stored.keys()) + sum(
+        plain[n] is not stored[n] for n in plain.keys() & stored.keys()
+    ) >= 4 * 4
+    names = {"name": "tiny"}
+    quantised = make_checkpoint(
+        tmp_path / "q", tensors=stored, config=config | {"quantization_config": quantization}, **names
+    )
+    reference = make_checkpoint(tmp_path / "r", tensors=plain, config=config, **names)
+    found = convert(quantised, tmp_path / "found", "F32", "F32")
+    expected = convert(reference, tmp_path / "expected", "F32", "F32")
+    assert found.main and found.sidecar and expected.main and expected.sidecar
+    assert listing(found.sidecar)["tensors"] == listing(expected.sidecar)["tensors"]
+    ours, theirs = listing(found.main)["tensors"], listing(expected.main)["tensors"]
+    if name != "nvfp4-pack-quantized":  # an inverse rounds
+        assert ours == theirs
+    assert ours.keys() == theirs.keys()
+    assert not found.warnings
+
+
+def test_experts_and_stacked_scales(tmp_path: Path) -> None:
+    """One factor for each matrix, each row and each block of a stack."""
+    codes = fp8_codes("x", (3, 10, 8))
+    quantization = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    for shape, repeats in {
+        (): (1, 1, 1), (3,): (1, 10, 8), (3, 1, 1): (1, 10, 8), (3, 10): (1, 1, 8), (3, 10, 1): (1, 1, 8),
+        (3, 10, 2): (1, 1, 4), (3, 3, 1): (1, 4, 8),
+    }.items():  # fmt: skip
+        factors = scales("s", shape)
+        whole = factors.reshape(shape + (1,) * (3 - len(shape)))
+        for axis, n in enumerate(repeats):
+            whole = np.repeat(whole, n, axis=axis)
+        expected = (codes.astype(np.float32) * whole[:, :10]).reshape(30, 8)
+        with open_checkpoint(
+            folder(tmp_path / "c", {"w": codes, "w_scale_inv": factors}, quantization)
+        ) as checkpoint:
+            for start, stop in [(0, 30), (9, 11), (20, 30)]:
+                np.testing.assert_array_equal(checkpoint.tensors["w"].rows(start, stop), expected[start:stop])
+
+
+def test_powers_of_two_as_scales_and_names_with_dots(tmp_path: Path) -> None:
+    """DeepSeek-V4's spelling: `.scale` of E8M0, over FP8 in blocks and over packed FP4."""
+    codes, exponents = fp8_codes("x", (8, 8)), (bits("e", (2, 1), 3) + 120).astype(np.uint8)
+    packed, groups = bits("p", (4, 32), 8).astype(np.uint8), np.full((4, 2), 126, np.uint8)
+    tensors = {
+        "a.weight": codes, "a.scale": exponents.view(ml_dtypes.float8_e8m0fnu),
+        "b.weight": packed.view(np.int8), "b.scale": groups.view(ml_dtypes.float8_e8m0fnu),
+        "router.scale": np.ones(8, np.float32), "router.weight": np.ones((8, 8), np.float32),
+    }  # fmt: skip
+    with open_checkpoint(
+        folder(tmp_path / "c", tensors, {"quant_method": "fp8", "weight_block_size": [4, 8]})
+    ) as checkpoint:
+        assert checkpoint.tensors.keys() == {"a.weight", "b.weight", "router.scale", "router.weight"}
+        factors = np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 4, axis=0)
+        np.testing.assert_array_equal(checkpoint.tensors["a.weight"].rows(0, 8), codes.astype(np.float32) * factors)
+        b = checkpoint.tensors["b.weight"]
+        assert (b.dtype, b.shape) == ("MXFP4", (4, 64))
+        low = (packed & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32) / 2
+        np.testing.assert_array_equal(b.rows(0, 4)[:, ::2], low)
+
+
+def test_blocks_are_what_ggml_reads(tmp_path: Path) -> None:
+    """Codes kept in GGUF's own types are worth the same, but for NVFP4's factor."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    for name, kind in {"nvfp4-modelopt": "NVFP4", "mxfp4-blocks": "MXFP4"}.items():
+        method, quantization = METHODS[name]
+        parts, values = method(MATRIX, (40, 192))
+        with open_checkpoint(folder(tmp_path / name, parts, quantization)) as checkpoint:
+            weight = checkpoint.tensors[MATRIX]
+            assert weight.dtype == kind
+            found = dequantize(weight.blocks(5, 40), GGMLQuantizationType[kind])
+            factor = parts.get(f"{MATRIX}_scale_2", np.float32(1))
+            np.testing.assert_allclose(found * factor, values[5:], rtol=2e-7)
+
+
+def test_columns_whose_groups_are_not_in_order_and_one_scale_for_all(tmp_path: Path) -> None:
+    method, quantization = METHODS["pack-quantized-4"]
+    parts, values = method(MATRIX, (8, 64))
+    order = np.array([1, 0] * 32, np.int32)
+    factors = parts[f"{MATRIX}_scale"].astype(np.float32)
+    steps = np.round(values / np.repeat(factors, 32, axis=1))
+    with open_checkpoint(
+        folder(tmp_path / "a", parts | {f"{MATRIX}_g_idx": order}, quantization)
+    ) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 8), steps * factors[:, order])
+    none = {f"{MATRIX}_g_idx": np.full(64, -1, np.int32)}
+    with open_checkpoint(folder(tmp_path / "b", parts | none, quantization)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 8), values)
+    one = parts | {f"{MATRIX}_scale": np.full((1,), 0.5, np.float32)}
+    with open_checkpoint(folder(tmp_path / "c", one, quantization)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(2, 8), steps[2:] / 2)
+
+
+def test_rows_that_are_no_whole_number_of_words(tmp_path: Path) -> None:
+    method, quantization = METHODS["pack-quantized-4-zeros"]
+    parts, values = method(MATRIX, (5, 48))
+    parts = {
+        **parts,
+        f"{MATRIX}_shape": np.array((5, 44), np.int64),
+        f"{MATRIX}_packed": parts[f"{MATRIX}_packed"],
+    }
+    with open_checkpoint(folder(tmp_path / "c", parts, quantization)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 5), values[:, :44])
+
+
+def test_a_method_that_is_not_known(tmp_path: Path) -> None:
+    known = {name for method in methods().values() for name in method.METHODS}
+    assert known >= {"fp8", "compressed-tensors", "gptq", "modelopt", "mxfp4"}
+    path = folder(tmp_path / "c", {"a": np.ones(2, np.float32)}, {"quant_method": "bitsandbytes"})
+    with pytest.raises(UnsupportedModel, match=r"quantized by 'bitsandbytes'; expected none or one of .*gptq"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "match"),
+    [
+        ("fp8-block", {"_scale_inv": np.ones((9, 9), np.float32)}, BadShard, "expected for blocks of 32x48"),
+        ("float-quantized", {"_scale": np.ones((9, 9), np.float32)}, BadShard, "one for all, for each row"),
+        ("pack-quantized-4", {"_scale": None}, BadShard, "has no .*_scale"),
+        ("pack-quantized-4", {"_shape": np.array([8, 500])}, UnsupportedModel, "8 words for 500 columns"),
+        ("pack-quantized-4", {"_shape": np.array([9, 64])}, BadShard, "expected two sizes"),
+        ("pack-quantized-4", {"_scale": np.ones((8, 5), np.float32)}, BadShard, "of whole groups"),
+        ("pack-quantized-4", {"_zero_point": np.ones((8, 5), np.int32)}, BadShard, r"expected I32 of \(1, 2\)"),
+        ("nvfp4-modelopt", {"_scale_2": np.ones(3, np.float32)}, BadShard, "expected one value"),
+        ("mxfp4-blocks", {"_scales": np.ones((8, 3), np.uint8)}, BadShard, "a scale for each 32 values of MXFP4"),
+    ],
+)
+def test_parts_that_do_not_fit(
+    name: str,
+    changes: dict[str, np.ndarray | None],
+    error: type[Exception],
+    match: str,
+    tmp_path: Path,
+) -> None:
+    method, quantization = METHODS[name]
+    parts, _ = method(MATRIX, (8, 64))
+    changed = parts | {f"{MATRIX}{suffix}": part for suffix, part in changes.items()}
+    kept = {n: part for n, part in changed.items() if part is not None}
+    with pytest.raises(error, match=match):
+        open_checkpoint(folder(tmp_path / "c", kept, quantization))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"qzeros": None}, BadShard, "has no .*qzeros"),
+        ({"scales": np.ones((3, 8), np.float16)}, BadShard, "qzeros is I32 of shape"),
+        ({"g_idx": np.zeros(85, np.int32)}, UnsupportedModel, "expected 2, 4, 8"),
+    ],
+)
+def test_gptq_layers_that_do_not_fit(
+    changes: dict[str, np.ndarray | None], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    method, quantization = METHODS["gptq-4"]
+    parts, _ = method(MATRIX, (8, 64))
+    changed = parts | {MATRIX.removesuffix("weight") + part: value for part, value in changes.items()}
+    with pytest.raises(error, match=match):
+        open_checkpoint(
+            folder(tmp_path / "c", {n: p for n, p in changed.items() if p is not None}, quantization)
+        )
+
+
+def test_gptq_groups_that_do_not_exist_and_layers_without_an_order(tmp_path: Path) -> None:
+    method, quantization = METHODS["gptq-4"]
+    parts, values = method(MATRIX, (8, 64))
+    g_idx = MATRIX.removesuffix("weight") + "g_idx"
+    with open_checkpoint(
+        folder(tmp_path / "a", parts | {g_idx: np.full(64, 2, np.int32)}, quantization)
+    ) as checkpoint, pytest.raises(BadShard, match="beyond the 2"):
+        checkpoint.tensors[MATRIX].rows(0, 8)
+    plain = {name: part for name, part in parts.items() if name != g_idx}
+    with open_checkpoint(folder(tmp_path / "b", plain, quantization)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 8), values)
+
+
+def test_scales_without_their_weight(tmp_path: Path) -> None:
+    path = folder(tmp_path / "c", {"w_scale_inv": np.ones((1, 1), np.float32)}, {"quant_method": "fp8"})
+    with pytest.raises(MissingShard, match="w_scale_inv scale weights that are not"):
+        open_checkpoint(path)
