@@ -86,9 +86,7 @@ def packed(n_bits: int, group: int, is_symmetric: bool = True) -> Method:
         zeros = np.full((shape[0], n_groups), 1 << (n_bits - 1), np.int64)
         if not is_symmetric:
             zeros = bits(f"{name} z", (shape[0], n_groups), n_bits).astype(np.int64)
-            parts[f"{name}_zero_point"] = np.ascontiguousarray(
-                pack_rows(zeros.T.astype(np.uint32), n_bits).T
-            )
+            parts[f"{name}_zero_point"] = np.ascontiguousarray(pack_rows(zeros.T.astype(np.uint32), n_bits).T)
         steps = codes.astype(np.int64) - np.repeat(zeros, group, axis=1)
         return parts, steps.astype(np.float32) * np.repeat(factors.astype(np.float32), group, axis=1)
 
@@ -101,7 +99,9 @@ def gptq(n_bits: int, group: int, in_order: bool = True, offset: int = 1) -> Met
         codes = bits(name, shape, n_bits)
         stored_zeros = bits(f"{name} z", (n_cols // group, n_rows), n_bits) % ((1 << n_bits) - 1)
         factors = scales(f"{name} s", (n_cols // group, n_rows), np.float16)
-        groups = np.arange(n_cols) // group if in_order else np.argsort(bits(f"{name} g", (n_cols,), 32)) // group
+        groups = (
+            np.arange(n_cols) // group if in_order else np.argsort(bits(f"{name} g", (n_cols,), 32)) // group
+        )
         values = np.zeros(shape, np.float32)
         for column, g in enumerate(groups):
             steps = codes[:, column].astype(np.int64) - (stored_zeros[g].astype(np.int64) + offset)
@@ -126,8 +126,10 @@ def fp4_codes(name: str, shape: tuple[int, int]) -> tuple[Array, Array]:
 def nvfp4(is_inverse: bool) -> Method:
     def method(name: str, shape: tuple[int, int]) -> tuple[Parts, Array]:
         codes, values = fp4_codes(name, shape)
-        factors = (bits(f"{name} s", (shape[0], shape[1] // 16), 6) + 0x20).astype(np.uint8).view(
-            ml_dtypes.float8_e4m3fn
+        factors = (
+            (bits(f"{name} s", (shape[0], shape[1] // 16), 6) + 0x20)
+            .astype(np.uint8)
+            .view(ml_dtypes.float8_e4m3fn)
         )
         whole = scales(f"{name} w", (1,) if is_inverse else ())
         layer = name.removesuffix(".weight")

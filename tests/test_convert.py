@@ -509,7 +509,7 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
         "layers": ({"num_hidden_layers": 5, "layer_types": None}, TensorMismatch, "hold 4 layers"),
         "types": ({"layer_types": ["full_attention"] * 4}, TensorMismatch, "layers 0, 1, 2"),
         "text": ({"hidden_size": "64"}, BadConfig, "hidden_size = '64'"),
-        "gptq": ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantized by 'gptq'"),
+        "quip": ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModel, "quantized by 'quip'"),
     }.items():
         refused(kind, match, make_checkpoint(tmp_path, config=config | edit, name=name))
     del config["linear_num_key_heads"]

@@ -6,7 +6,6 @@ the same checkpoints where it reads the method.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import ml_dtypes
@@ -54,9 +53,11 @@ def test_a_quantised_trunk_with_its_head_as_it_was(name: str, tmp_path: Path) ->
     config = tiny_config("qwen35", "tied") | {"intermediate_size": 128}
     method, quantization = METHODS[name]
     stored, plain = quantize_trunk(tiny_tensors("qwen35", "tied", config=config), method, 4)
-    assert sum(n.endswith("_proj.weight") for n in plain.keys() - stored.keys()) + sum(
-        plain[n] is not stored[n] for n in plain.keys() & stored.keys()
-    ) >= 4 * 4
+    assert (
+        sum(n.endswith("_proj.weight") for n in plain.keys() - stored.keys())
+        + sum(plain[n] is not stored[n] for n in plain.keys() & stored.keys())
+        >= 4 * 4
+    )
     names = {"name": "tiny"}
     quantised = make_checkpoint(
         tmp_path / "q", tensors=stored, config=config | {"quantization_config": quantization}, **names
@@ -107,7 +108,9 @@ def test_powers_of_two_as_scales_and_names_with_dots(tmp_path: Path) -> None:
     ) as checkpoint:
         assert checkpoint.tensors.keys() == {"a.weight", "b.weight", "router.scale", "router.weight"}
         factors = np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 4, axis=0)
-        np.testing.assert_array_equal(checkpoint.tensors["a.weight"].rows(0, 8), codes.astype(np.float32) * factors)
+        np.testing.assert_array_equal(
+            checkpoint.tensors["a.weight"].rows(0, 8), codes.astype(np.float32) * factors
+        )
         b = checkpoint.tensors["b.weight"]
         assert (b.dtype, b.shape) == ("MXFP4", (4, 64))
         low = (packed & 15).view(ml_dtypes.float4_e2m1fn).astype(np.float32) / 2
@@ -142,6 +145,12 @@ def test_columns_whose_groups_are_not_in_order_and_one_scale_for_all(tmp_path: P
     none = {f"{MATRIX}_g_idx": np.full(64, -1, np.int32)}
     with open_checkpoint(folder(tmp_path / "b", parts | none, quantization)) as checkpoint:
         np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 8), values)
+    beyond = {f"{MATRIX}_g_idx": np.full(64, 2, np.int32)}
+    with (
+        open_checkpoint(folder(tmp_path / "d", parts | beyond, quantization)) as checkpoint,
+        pytest.raises(BadShard, match="names group 2"),
+    ):
+        checkpoint.tensors[MATRIX].rows(0, 8)
     one = parts | {f"{MATRIX}_scale": np.full((1,), 0.5, np.float32)}
     with open_checkpoint(folder(tmp_path / "c", one, quantization)) as checkpoint:
         np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(2, 8), steps[2:] / 2)
@@ -163,7 +172,9 @@ def test_a_method_that_is_not_known(tmp_path: Path) -> None:
     known = {name for method in methods().values() for name in method.METHODS}
     assert known >= {"fp8", "compressed-tensors", "gptq", "modelopt", "mxfp4"}
     path = folder(tmp_path / "c", {"a": np.ones(2, np.float32)}, {"quant_method": "bitsandbytes"})
-    with pytest.raises(UnsupportedModel, match=r"quantized by 'bitsandbytes'; expected none or one of .*gptq"):
+    with pytest.raises(
+        UnsupportedModel, match=r"quantized by 'bitsandbytes'; expected none or one of .*gptq"
+    ):
         open_checkpoint(path)
 
 
@@ -176,9 +187,19 @@ def test_a_method_that_is_not_known(tmp_path: Path) -> None:
         ("pack-quantized-4", {"_shape": np.array([8, 500])}, UnsupportedModel, "8 words for 500 columns"),
         ("pack-quantized-4", {"_shape": np.array([9, 64])}, BadShard, "expected two sizes"),
         ("pack-quantized-4", {"_scale": np.ones((8, 5), np.float32)}, BadShard, "of whole groups"),
-        ("pack-quantized-4", {"_zero_point": np.ones((8, 5), np.int32)}, BadShard, r"expected I32 of \(1, 2\)"),
+        (
+            "pack-quantized-4",
+            {"_zero_point": np.ones((8, 5), np.int32)},
+            BadShard,
+            r"expected I32 of \(1, 2\)",
+        ),
         ("nvfp4-modelopt", {"_scale_2": np.ones(3, np.float32)}, BadShard, "expected one value"),
-        ("mxfp4-blocks", {"_scales": np.ones((8, 3), np.uint8)}, BadShard, "a scale for each 32 values of MXFP4"),
+        (
+            "mxfp4-blocks",
+            {"_scales": np.ones((8, 3), np.uint8)},
+            BadShard,
+            "a scale for each 32 values of MXFP4",
+        ),
     ],
 )
 def test_parts_that_do_not_fit(
@@ -220,9 +241,12 @@ def test_gptq_groups_that_do_not_exist_and_layers_without_an_order(tmp_path: Pat
     method, quantization = METHODS["gptq-4"]
     parts, values = method(MATRIX, (8, 64))
     g_idx = MATRIX.removesuffix("weight") + "g_idx"
-    with open_checkpoint(
-        folder(tmp_path / "a", parts | {g_idx: np.full(64, 2, np.int32)}, quantization)
-    ) as checkpoint, pytest.raises(BadShard, match="beyond the 2"):
+    with (
+        open_checkpoint(
+            folder(tmp_path / "a", parts | {g_idx: np.full(64, 2, np.int32)}, quantization)
+        ) as checkpoint,
+        pytest.raises(BadShard, match="beyond the 2"),
+    ):
         checkpoint.tensors[MATRIX].rows(0, 8)
     plain = {name: part for name, part in parts.items() if name != g_idx}
     with open_checkpoint(folder(tmp_path / "b", plain, quantization)) as checkpoint:

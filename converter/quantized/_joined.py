@@ -53,7 +53,10 @@ class Settings:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The blocks of (rows, columns) that share a scale, as config.json gives them."""
-        said = [self.values.get("weight_block_size"), *(group.get("block_structure") for group in self.groups())]
+        said = [
+            self.values.get("weight_block_size"),
+            *(group.get("block_structure") for group in self.groups()),
+        ]
         for block in said:
             if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):
                 block = [int(n) for n in block.split("x")]
@@ -93,10 +96,11 @@ class Grid:
             return np.ones((0, 1), np.float32)
         first = int(index[0])
         found = self.numbers.rows(first, int(index[-1]) + 1)
-        numbers = found.reshape(int(index[-1]) + 1 - first, -1)[index - first]
+        numbers: F32 = found.reshape(int(index[-1]) + 1 - first, -1)[index - first]
         if numbers.shape[1] == 1:
             return numbers
-        return np.repeat(numbers, self.block[1], axis=1)[:, : self.n_cols]
+        repeated: F32 = np.repeat(numbers, self.block[1], axis=1)[:, : self.n_cols]
+        return repeated
 
 
 def grid(numbers: Stored, weight: str, shape: tuple[int, ...], blocks: Iterator[tuple[int, int]]) -> Grid:
@@ -124,7 +128,7 @@ def grid(numbers: Stored, weight: str, shape: tuple[int, ...], blocks: Iterator[
     if found[:-1] == (*lead, n_rows) and found[-1] > 0 and n_cols % found[-1] == 0:
         return Grid(numbers, n_rows, (1, n_cols // found[-1]), n_rows, n_cols)
     sizes = " or ".join(f"{rows}x{cols}" for rows, cols in tried)
-    expected = f"for blocks of {sizes}" if tried else "one for all, for each row, or for each of a row's groups"
-    raise BadShard(
-        f"{numbers.name} has shape {found} for {weight} of {shape}; expected {expected}"
+    expected = (
+        f"for blocks of {sizes}" if tried else "one for all, for each row, or for each of a row's groups"
     )
+    raise BadShard(f"{numbers.name} has shape {found} for {weight} of {shape}; expected {expected}")

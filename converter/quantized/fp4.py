@@ -23,7 +23,9 @@ METHODS = ("modelopt", "compressed-tensors", "mxfp4", "fp8")
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([_E2M1, -_E2M1])
-PAIRS: F32 = np.stack([VALUES[np.arange(256) & 15], VALUES[np.arange(256) >> 4]], axis=1)  # a byte's two values
+PAIRS: F32 = np.stack(
+    [VALUES[np.arange(256) & 15], VALUES[np.arange(256) >> 4]], axis=1
+)  # a byte's two values
 GROUPS = {("NVFP4", "F8_E4M3"): 16, ("MXFP4", "U8"): 32, ("MXFP4", "F8_E8M0"): 32}
 NVFP4_BLOCK = 64  # ggml puts four groups into a block
 
@@ -80,7 +82,7 @@ class Fp4(Tensor):
         per_block = NVFP4_BLOCK // self.group if self.dtype == "NVFP4" else 1
         n_blocks = n_groups // per_block
         if self.dtype == "NVFP4":
-            scales = scales & 0x7F  # ggml's has no sign, and a scale none to lose
+            scales &= np.uint8(0x7F)  # ggml's has no sign, and a scale none to lose
         parts = [scales.reshape(-1, n_blocks, per_block), packed.reshape(-1, n_blocks, per_block * half)]
         return np.concatenate(parts, axis=2).reshape(stop - start, -1)
 
@@ -120,12 +122,12 @@ def _scale_of(name: str, stored: Mapping[str, Stored]) -> tuple[str, Stored | No
     return name, stored.get(f"{name}_scale", stored.get(f"{name.removesuffix('.weight')}.scale"))
 
 
-def _factor(
-    plain: str, inverse: str, stored: Mapping[str, Stored], shape: tuple[int, ...]
-) -> Factor | None:
+def _factor(plain: str, inverse: str, stored: Mapping[str, Stored], shape: tuple[int, ...]) -> Factor | None:
     found = stored.get(plain, stored.get(inverse))
     if found is None:
         return None
     if prod(found.shape) not in (1, prod(shape[:-2])):
-        raise BadShard(f"{found.name} has shape {found.shape}; expected one value, or one for each matrix of {shape}")
+        raise BadShard(
+            f"{found.name} has shape {found.shape}; expected one value, or one for each matrix of {shape}"
+        )
     return Factor(found, is_inverse=plain not in stored)

@@ -37,8 +37,8 @@ class Packed(Tensor):
         return self.words.raw_rows(start, stop)
 
     def rows(self, start: int, stop: int) -> F32:
-        values = unpack(self.words.raw_rows(start, stop).view("<u4"), self.n_bits)[:, : self.n_cols]
-        values = values.astype(np.float32)
+        codes = unpack(self.words.raw_rows(start, stop).view("<u4"), self.n_bits)[:, : self.n_cols]
+        values: F32 = codes.astype(np.float32)
         values -= self._over_columns(self._zeros(start, stop))
         is_shared = self.scale.n_rows == 1
         scales = self.scale.rows(0, 1) if is_shared else self.scale.rows(start, stop)
@@ -52,16 +52,22 @@ class Packed(Tensor):
         first = start // per_word
         words = self.zero.raw_rows(first, -(-stop // per_word)).view("<u4")
         zeros = unpack(np.ascontiguousarray(words.T), self.n_bits).T
-        return zeros[start - first * per_word : stop - first * per_word].astype(np.float32)
+        found: F32 = zeros[start - first * per_word : stop - first * per_word].astype(np.float32)
+        return found
 
     def _over_columns(self, per_group: F32) -> F32:
         if per_group.shape[1] == 1:
             return per_group
         if self.groups is not None:
             index = self.groups.raw_rows(0, self.n_cols).view("<i4").reshape(-1)
+            if index.max() >= per_group.shape[1]:
+                raise BadShard(
+                    f"{self.groups.name} names group {index.max()}; expected one of the {per_group.shape[1]} of {self.name}"
+                )
             if index.min() >= 0:  # -1 stands for none
-                return per_group[:, index]
-        return np.repeat(per_group, self.group_cols, axis=1)[:, : self.n_cols]
+                return np.take(per_group, index, axis=1)
+        repeated: F32 = np.repeat(per_group, self.group_cols, axis=1)[:, : self.n_cols]
+        return repeated
 
     def check_type(self) -> None:
         pass
@@ -101,7 +107,11 @@ def find(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Joined]:
 
 
 def _shape(said: Stored, words: Stored) -> tuple[int, int]:
-    sizes = said.rows(0, said.n_rows).reshape(-1).astype(np.int64).tolist() if said.dtype in ("I64", "I32") else []
+    sizes = (
+        said.rows(0, said.n_rows).reshape(-1).astype(np.int64).tolist()
+        if said.dtype in ("I64", "I32")
+        else []
+    )
     if len(sizes) != 2 or len(words.shape) != 2 or sizes[0] != words.shape[0] or sizes[1] < 1:
         raise BadShard(
             f"{said.name} says {sizes or said.dtype} of {words.name} of shape {words.shape}; expected two sizes, the first the same"
@@ -126,7 +136,11 @@ def _group_cols(scale: Stored, stem: str, shape: tuple[int, int], settings: Sett
     n_groups = scale.n_cols
     sizes = [*settings.integers("group_size"), *([shape[1] // n_groups] if shape[1] % n_groups == 0 else [])]
     size = next((size for size in sizes if -(-shape[1] // size) == n_groups), None)
-    if size is None or scale.n_rows not in (1, shape[0]) or (scale.n_rows == 1 and n_groups > 1 and shape[0] > 1):
+    if (
+        size is None
+        or scale.n_rows not in (1, shape[0])
+        or (scale.n_rows == 1 and n_groups > 1 and shape[0] > 1)
+    ):
         raise BadShard(
             f"{scale.name} has shape {scale.shape} for {stem} of {shape}; expected a row for each of its rows, of whole groups"
         )
@@ -135,4 +149,6 @@ def _group_cols(scale: Stored, stem: str, shape: tuple[int, int], settings: Sett
 
 def _check(part: Stored | None, shape: tuple[int, ...], stem: str) -> None:
     if part is not None and (part.dtype != "I32" or part.shape != shape):
-        raise BadShard(f"{part.name} is {part.dtype} of shape {part.shape}; expected I32 of {shape} for {stem}")
+        raise BadShard(
+            f"{part.name} is {part.dtype} of shape {part.shape}; expected I32 of {shape} for {stem}"
+        )
