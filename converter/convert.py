@@ -6,7 +6,7 @@ of any step's inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
@@ -83,11 +84,54 @@ class ConvertResult:
 
 
 @dataclass(frozen=True)
-class _FilePlan:
+class FilePlan:
+    """A file to be: where, in which types, with which keys of its architecture, and its tensors in order."""
+
     path: Path
     recipe: Recipe
     keys: dict[str, Key]
     tensors: list[Planned]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion is to write: "main" if it is wanted, "sidecar" if there is a head, and a compact one if it was asked for."""
+
+    files: dict[str, FilePlan]
+    compact: Path | None
+    warnings: list[str]
+
+    @property
+    def targets(self) -> list[Path]:
+        return [*(file.path for file in self.files.values()), *([self.compact] if self.compact else [])]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks for; the arguments of `convert`, checked. Raises UnknownType, BadImatrix and OutputFailed."""
+
+    out: Path
+    main: Recipe | None
+    sidecar: Recipe
+    importance: Imatrix | None
+    needs_head: bool
+    draft_vocab: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        out: str | Path,
+        main_type: str | None,
+        sidecar_type: str | None,
+        draft_vocab: int | None,
+        imatrix: str | Path | None,
+    ) -> Wanted:
+        if Path(out).suffix == ".gguf":
+            raise OutputFailed(f"{out} is a file's name; expected a folder for the main file and its sidecar")
+        main = main_recipe(main_type) if main_type else None
+        importance = _importance(imatrix, main) if imatrix is not None else None
+        needs_head = bool(sidecar_type or not main_type or draft_vocab is not None)
+        return cls(Path(out), main, sidecar_recipe(sidecar_type), importance, needs_head, draft_vocab)
 
 
 def convert(
@@ -112,46 +156,36 @@ def convert(
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
-    Either all files are there and whole, or none is; one that was killed goes on where it stopped. Raises a subclass of ConversionError (converter/errors.py).
+    Either all files are there and whole, or none is; a conversion that was killed is gone on with. Raises a subclass of
+    ConversionError (converter/errors.py).
 
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
     """
-    if Path(out).suffix == ".gguf":
-        raise OutputFailed(f"{out} is a file's name; expected a folder for the main file and its sidecar")
-    recipes = (main_recipe(main_type) if main_type else None, sidecar_recipe(sidecar_type))
-    importance = _importance(imatrix, recipes[0]) if imatrix is not None else None
+    wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
     with open_checkpoint(checkpoint) as opened:
         family = family_of(opened.config)
         tensors = canonical_tensors(opened.tensors, family)
         layout = family.layout(opened.config, tensors.keys())
         account(layout, tensors)
-        if not layout.head and (sidecar_type or not main_type or draft_vocab is not None):
+        if not layout.head and wanted.needs_head:
             raise NoHead(
-                f"{opened.folder} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
+                f"{opened.place} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
-
-        def path(*type_and_prefix: str) -> Path:
-            return Path(out) / file_name(name or opened.name, *type_and_prefix)
-
-        files = _plan_files(opened.config, family, layout, tensors, recipes, importance, path)
-        targets = [file.path for file in files.values()]
-        cut = None
-        if draft_vocab is not None:
-            _check_draft_vocab(draft_vocab, layout)
-            cut = targets[-1].with_name(compact.file_name(targets[-1], draft_vocab))
-            targets.append(cut)
+        planned = plan_files(wanted, opened.config, family, layout, tensors, name or opened.name)
+        files, targets, cut = planned.files, planned.targets, planned.compact
         check_targets(targets, force)
         check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
-        main, sidecar = files.get("main"), files.get("sidecar")
-        warnings = list(_type_warnings(main, sidecar, importance))
 
         common = vocabulary_keys(opened, family.VOCABULARY)
         n_threads = opened.place.reading.n_threads
         common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS], n_threads)
         source = _source(opened, imatrix)
         whole = {
-            role: _gguf_file(file, opened, family.ARCH, common, name, source) for role, file in files.items()
+            role: GGUFFile(
+                file.path, file_header(file, opened, family.ARCH, common, name), file.tensors, source
+            )
+            for role, file in files.items()
         }
 
         def check(written: Mapping[str, Path]) -> AbstractContextManager[None] | None:
@@ -161,6 +195,7 @@ def convert(
 
         n_bytes = write_files(whole, check, progress, opened.place.reading)
 
+    main, sidecar = files.get("main"), files.get("sidecar")
     return ConvertResult(
         main=main.path if main else None,
         sidecar=sidecar.path if sidecar else None,
@@ -175,7 +210,7 @@ def convert(
         draft_vocab=draft_vocab,
         read_bytes=opened.place.meter.n_read,
         checkpoint_bytes=opened.place.meter.n_total,
-        warnings=opened.warnings + layout.warnings + warnings,
+        warnings=opened.warnings + layout.warnings + planned.warnings,
     )
 
 
@@ -188,40 +223,43 @@ def _importance(path: str | Path, main: Recipe | None) -> Imatrix:
     return read_imatrix(path)
 
 
-def _plan_files(
+def plan_files(
+    wanted: Wanted,
     config: Config,
     family: Family,
     layout: Layout,
     tensors: Mapping[str, Tensor],
-    recipes: tuple[Recipe | None, Recipe],
-    imatrix: Imatrix | None,
-    path: Callable[..., Path],
-) -> dict[str, _FilePlan]:
-    """The files to write, "main" and "sidecar": the one if it is wanted, the other if there is a head."""
-    main, sidecar = recipes
+    name: str,
+) -> Plan:
+    """The files to write: the main file if it is wanted, the sidecar if there is a head. Raises BadDraftVocab, BadImatrix."""
     files = {}
-    if main:
+    if main := wanted.main:
         keys = family.keys(config, 0)
         parts = layout.shared + layout.trunk
-        types = main.types(_shapes(parts), model_of(family.ARCH, keys), imatrix is not None)
-        keys |= imatrix.keys() if imatrix else {}
-        files["main"] = _FilePlan(path(main.name), main, keys, plan(parts, tensors, types, imatrix))
+        types = main.types(_shapes(parts), model_of(family.ARCH, keys), wanted.importance is not None)
+        keys |= wanted.importance.keys() if wanted.importance else {}
+        path = wanted.out / file_name(name, main.name)
+        files["main"] = FilePlan(path, main, keys, plan(parts, tensors, types, wanted.importance))
+    cut = None
     if layout.head:
+        sidecar = wanted.sidecar
         keys = family.keys(config, layout.n_head_layers)
         parts = layout.shared + layout.head
         types = sidecar.types(_shapes(parts), model_of(family.ARCH, keys))
-        name = path(sidecar.name, KINDS[KIND].prefix)
-        files["sidecar"] = _FilePlan(name, sidecar, keys, plan(parts, tensors, types))
-    return files
+        path = wanted.out / file_name(name, sidecar.name, KINDS[KIND].prefix)
+        files["sidecar"] = FilePlan(path, sidecar, keys, plan(parts, tensors, types))
+        if wanted.draft_vocab is not None:
+            _check_draft_vocab(wanted.draft_vocab, layout)
+            cut = path.with_name(compact.file_name(path, wanted.draft_vocab))
+    warnings = list(_type_warnings(files.get("main"), files.get("sidecar"), wanted.importance))
+    return Plan(files, cut, warnings)
 
 
 def _shapes(placements: Iterable[Placement]) -> list[tuple[str, tuple[int, ...]]]:
     return [(placement.name, placement.shape) for placement in placements]
 
 
-def _type_warnings(
-    main: _FilePlan | None, sidecar: _FilePlan | None, imatrix: Imatrix | None
-) -> Iterator[str]:
+def _type_warnings(main: FilePlan | None, sidecar: FilePlan | None, imatrix: Imatrix | None) -> Iterator[str]:
     if main and imatrix:
         yield from imatrix.warnings(t.name for t in main.tensors if uses_importance(t.type))
     if sidecar:
@@ -248,13 +286,14 @@ def _cutting(sidecar: Path, n_rows: int, path: Path, progress: Progress | None) 
         raise OutputFailed(str(error)) from error
 
 
-def _gguf_file(
-    file: _FilePlan, checkpoint: Checkpoint, arch: str, common: dict[str, Key], name: str | None, source: str
-) -> GGUFFile:
+def file_header(
+    file: FilePlan, checkpoint: Checkpoint, arch: str, common: Mapping[str, Key], name: str | None
+) -> gguf.GGUFWriter:
+    """A file's header, `common` being the keys that it shares with the other file."""
     header = new_header(arch, file.tensors)
     add_general_keys(header, checkpoint, name, file.recipe.file_type)
-    add_keys(header, file.keys | common)
-    return GGUFFile(file.path, header, file.tensors, source)
+    add_keys(header, {**file.keys, **common})
+    return header
 
 
 def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:
