@@ -38,6 +38,8 @@ def said_by_llama_cpp(path: Path, is_head: bool, n_slots: int) -> list[float]:
     import llama_cpp
 
     lines: list[str] = []
+    before, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
     callback = llama_cpp.llama_log_callback(lambda level, text, data: lines.append(text.decode()))
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     try:
@@ -54,5 +56,5 @@ def said_by_llama_cpp(path: Path, is_head: bool, n_slots: int) -> list[float]:
         llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
     finally:
-        llama_cpp.llama_log_set(llama_cpp._logger.llama_log_callback, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(before, data)
     return [float(size) for size in re.findall(r"(?:KV|RS) buffer size = *([\d.]+) MiB", "".join(lines))]
