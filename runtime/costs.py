@@ -25,6 +25,7 @@ import numpy as np
 
 from llama_sidecar.sidecars import GGUFHeader, read_model
 
+from . import _native
 from .cache_folder import CacheFolder
 from .errors import CacheError, LoadError
 
@@ -320,13 +321,11 @@ class _Round:
     other_s: float
 
 
-class _Rehearsal:
+class _Rehearsal(_native.Pacing):
     """Stands in for pace: goes through the depths given, notes what each round took, and then ends the text."""
 
-    drafting = True
-    switch_s = 0.0
-
     def __init__(self, session: Session, depths: Sequence[int], deadline: float) -> None:
+        super().__init__()
         self.rounds: list[_Round] = []
         self._session = session
         self._depths = depths
@@ -335,11 +334,17 @@ class _Rehearsal:
         self._last_depth = -1
         self._last_s = 0.0  # the clock after the last round
 
+    def drafting(self) -> bool:
+        return True
+
     def depth(self) -> int:
         self._last_s = self._last_s or time.perf_counter()
         return self._depths[len(self.rounds)] if len(self.rounds) < len(self._depths) else 0
 
     def plain_in_place(self) -> None:
+        pass
+
+    def switched(self, seconds: float) -> None:
         pass
 
     def observe(self, n_drafted: int, n_accepted: int, draft_s: float, verify_s: float) -> None:

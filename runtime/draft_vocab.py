@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,6 +31,12 @@ class Rows(Protocol):
     def set_rows(self, name: str, rows: Sequence[int], data: NDArray[np.uint8]) -> None: ...
 
 
+class Reader(Protocol):
+    """Who drafts with the head, and has a map of its rows."""
+
+    def set_row(self, row: int, token: int) -> None: ...
+
+
 class DraftVocab:
     """Shared by the sessions of a model.
 
@@ -41,20 +48,20 @@ class DraftVocab:
 
     Example:
         >>> vocab = DraftVocab(open_sidecar("mtp-NAME.gguf"), open_compact(path), weights)  # doctest: +SKIP
-        >>> vocab.adopt([11, 198, 120_000]), vocab.adopt([120_000])                        # doctest: +SKIP
-        (2, 1)
+        >>> vocab.adopt([11, 198, 120_000])                                               # doctest: +SKIP
+        >>> 120_000 in vocab.ids                                                           # doctest: +SKIP
+        True
     """
 
     def __init__(
         self, source: Sidecar | MainFile, head: Compact, weights: Rows, counts: Counts | None = None
     ) -> None:
         self.ids: list[int] = head.target_ids.tolist()  # (n_rows,) the token of each row
-        self.version = 0  # grows with every change of ids
+        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._source, self._head, self._weights = source, head, weights
         self._has_row = bytearray(head.n_vocab)
         for token in self.ids:
             self._has_row[token] = True
-        self._changed = np.zeros(len(self.ids), np.int64)  # the version that each row is of
         self._spare = self._choose_spare(counts)
         self._can_give = True
 
@@ -66,16 +73,11 @@ class DraftVocab:
         worst = np.argsort(-rank[self.ids])[: max(1, len(self.ids) // SPARE_SHARE)]
         return collections.OrderedDict((self.ids[row], int(row)) for row in worst)
 
-    def count_known(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens have a row."""
-        return sum(self._has_row[token] for token in tokens)
-
-    def adopt(self, tokens: Sequence[int]) -> int:
-        """Gives a row to each of these tokens that has none, as far as there are spare ones; returns how many had one.
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """Gives a row to each of these tokens that has none, as far as there are spare ones, and tells the readers.
 
         Call it in the model's turn, when nothing computes. Once the files cannot be read any more, nothing changes.
         """
-        n_known = self.count_known(tokens)
         new: dict[int, None] = {}
         for token in tokens:
             if not self._has_row[token]:
@@ -84,11 +86,10 @@ class DraftVocab:
                 self._spare.move_to_end(token)
         if new and self._can_give:
             self._give_rows(list(new)[-len(self._spare) :])
-        return n_known
 
-    def changes(self, since: int) -> list[tuple[int, int]]:
-        """The (row, token) that differ from what they were at a version."""
-        return [(int(row), self.ids[row]) for row in np.flatnonzero(self._changed > since)]
+    def join(self, reader: Reader) -> None:
+        """From now on it is told of each row that another token gets. In the model's turn, as `adopt`."""
+        self._readers.add(reader)
 
     def _give_rows(self, tokens: list[int]) -> None:
         old = list(itertools.islice(self._spare.items(), len(tokens)))
@@ -99,10 +100,11 @@ class DraftVocab:
         except LlamaSidecarError:  # drafts are then worse, and nothing else
             self._can_give = False
             return
-        self.version += 1
-        self._changed[rows] = self.version
+        readers = list(self._readers)
         for (loser, row), token in zip(old, tokens, strict=True):
             del self._spare[loser]
             self._has_row[loser], self._has_row[token] = False, True
             self._spare[token] = row
             self.ids[row] = token
+            for reader in readers:
+                reader.set_row(row, token)

@@ -7,31 +7,15 @@ Has no clock and does no I/O: equal observations give equal depths. Knows nothin
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from . import _native
 from .costs import Costs
 
 
-class Pacing(Protocol):
-    """What a session asks before each of its rounds and tells after it: see `Pace`."""
-
-    switch_s: float
-
-    @property
-    def drafting(self) -> bool: ...
-
-    def depth(self) -> int: ...
-
-    def plain_in_place(self) -> None: ...
-
-    def observe(self, n_drafted: int, n_accepted: int, draft_s: float, verify_s: float) -> None: ...
-
-
 class Pace(_native.Pace):
     """The depth of each round of one session.
 
-    Before each round ask `drafting` and `depth()`, after it call `observe`. `drafting` says where the round belongs: in the
+    Before each round ask `drafting()` and `depth()`, after it call `observe`. `drafting()` says where the round belongs: in the
     context that drafts, or (False) in the plain one. While drafting, depth() is 0 now and then: one row, decoded in place.
 
     Methods:
@@ -55,7 +39,7 @@ class Pace(_native.Pace):
     >>> pace = Pace(costs)
     >>> pace.depth()
     2
-    >>> while pace.drafting:                        # a drafter that is always wrong
+    >>> while pace.drafting():                       # a drafter that is always wrong
     ...     pace.observe(pace.depth(), 0, draft_s=0.1, verify_s=1.2)
     >>> pace.depth()
     0
@@ -79,8 +63,3 @@ class Pace(_native.Pace):
     def costs(self) -> Costs:
         """What rounds are thought to cost, before anything was learned from them."""
         return replace(self._costs, plain_s=self.plain_s)
-
-    @property
-    def drafting(self) -> bool:  # type: ignore[override]
-        """Whether the next round belongs in the context that drafts."""
-        return super().drafting()

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 from . import _native
 from .draft_vocab import DraftVocab
 from .errors import LoadError, PromptError, SessionError
-from .pace import Pacing
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
-from .vocab import TextStream
 from .weights import Settings, free_context, make_draft_context, make_target_context
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ class Session:
         n_ctx: int,
         depth: int,
         why: str,
-        pace: Pacing | None = None,
+        pace: _native.Pacing | None = None,
         learn: bool = False,
         n_slots: int | None = None,
         scripted: Scripted | None = None,
@@ -73,8 +71,6 @@ class Session:
         self.n_ctx = n_ctx
         self.kind: str | None = None
         self._draft_vocab: DraftVocab | None = None
-        self._vocab_version = 0  # which the drafter knows of it
-        self._seen: list[int] = []  # tokens that may want a row of it, for the next draft
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
@@ -104,11 +100,13 @@ class Session:
                 draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx, other=other)
                 contexts.append(draft)
                 options = {"kind": self.kind, "draft_ctx": address(draft)}
-                if model.draft_vocab is not None:
-                    self._draft_vocab = model.draft_vocab
-                    self._vocab_version = model.draft_vocab.version  # first: a change is rather told twice
-                    options["ids"] = list(model.draft_vocab.ids)
-            self._natives.append(_native.Session(address(target), **options))
+                self._draft_vocab = model.draft_vocab
+            with model.turns:  # it may compute; and no row changes until it is told of them
+                if self._draft_vocab is not None:
+                    options["ids"] = self._draft_vocab.ids
+                self._natives.append(_native.Session(address(target), **options))
+                if self._draft_vocab is not None:
+                    self._draft_vocab.join(self)
         except BaseException:  # its traceback would keep the contexts longer than the weights may live
             self._free()
             raise
@@ -156,8 +154,10 @@ class Session:
             if value is not None and not (isinstance(value, int) and value >= least):
                 raise PromptError(f"{name} {value!r} is not a whole number of at least {least}")
         stop = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(s, str) for s in stop):
-            raise PromptError(f"stop strings {stop!r} are not all text")
+        try:
+            "".join(stop).encode()
+        except (TypeError, UnicodeEncodeError):
+            raise PromptError(f"stop strings {stop!r} are not all text") from None
         request = _Request(
             tokens=tokens,
             chooser=make_chooser(sampling),
@@ -219,6 +219,8 @@ class Session:
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
         self._cancelled = True  # a plain flag: a signal handler may set it at any moment
+        if not self.closed:
+            self._native.cancel()
 
     # Lifetime
 
@@ -248,43 +250,30 @@ class Session:
 
     # Inside
 
-    def _place(self, native: Any, pace: Pacing | None) -> None:
-        """Puts the sequence where its rounds are cheapest: a recurrent target's plain rounds, while pace does not draft, in
-        a context without rollback slots."""
-        plain = pace is not None and not pace.drafting
-        if pace is not None and plain and native.recurrent and not self._tried_plain_context:
-            self._tried_plain_context = True
-            try:
-                context = make_target_context(
-                    self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
-                )
-                self._contexts.append(context)
-                native.set_plain_context(address(context))
-            except LoadError:  # no memory for a second context
-                pace.plain_in_place()
-        was_plain, started = native.is_plain, time.perf_counter()
-        native.use_plain(plain)
-        if pace is not None and native.is_plain != was_plain:
-            pace.switch_s = time.perf_counter() - started
-
-    def _see(self, tokens: Sequence[int]) -> int:
-        """Notes tokens for `_adopt_seen`; returns how many have a row."""
-        if self._draft_vocab is None:
-            return 0
-        self._seen += tokens
-        return self._draft_vocab.count_known(tokens)
-
-    def _adopt_seen(self) -> None:
-        """Gets the head rows for the tokens seen that it has none for: in the model's turn, before it drafts again."""
-        vocab = self._draft_vocab
-        if vocab is None:
+    def _make_plain_context(self, pace: _native.Pacing | None) -> None:
+        """Gives a recurrent target a context without rollback slots, where rounds without drafts are cheaper."""
+        if self._tried_plain_context:
             return
-        vocab.adopt(self._seen)
-        self._seen.clear()
-        if vocab.version != self._vocab_version:  # another session may have changed it, too
-            for row, token in vocab.changes(self._vocab_version):
-                self._native.set_row(row, token)
-            self._vocab_version = vocab.version
+        self._tried_plain_context = True
+        try:
+            context = make_target_context(
+                self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
+            )
+            self._contexts.append(context)
+            self._native.set_plain_context(address(context))
+        except LoadError:  # no memory for a second context
+            if pace is not None:
+                pace.plain_in_place()
+
+    def _adopt(self, tokens: Sequence[int]) -> None:
+        """Gets the head rows for those of these tokens that it has none for: in the model's turn, before it drafts again."""
+        if self._draft_vocab is not None:
+            self._draft_vocab.adopt(tokens)
+
+    def set_row(self, row: int, token: int) -> None:
+        """Tells that a row of the head is another token's now."""
+        if not self.closed:
+            self._native.set_row(row, token)
 
     @property
     def _native(self) -> Any:
@@ -312,6 +301,7 @@ class Session:
             self._end_current()
             self._check_open()
             self._cancelled = False
+            self._native.uncancel()
             self._owner = threading.current_thread()
             self._current = Generation(self, request)
             return self._current
@@ -353,7 +343,7 @@ class _Request:
     max_tokens: int
     stop: list[str]
     depth: int
-    pace: Pacing | None
+    pace: _native.Pacing | None
     ignore_eos: bool
 
 
@@ -362,13 +352,12 @@ class Generation(Iterator[str]):
 
     `finish_reason` is None while it runs, then "stop" (end of text or a stop string), "length" (max_tokens or the
     context's end) or "cancelled". Leaving the loop early is fine: the session can be used again at once. Of a character that
-    the end of a text has cut, `tokens` has the first bytes and `text` nothing.
+    the end of a text has cut, `tokens` has the first bytes and `text` nothing. `stats` is up to date when it is asked for.
     """
 
     def __init__(self, session: Session, request: _Request) -> None:
-        self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self.stats = Stats(
+        self._stats = Stats(
             kind=session.kind,
             speculation="on" if request.depth else "off",
             why=session.why if request.depth or not session.depth else "depth 0 was asked for",
@@ -378,17 +367,37 @@ class Generation(Iterator[str]):
         )
         self._session = session
         self._request = request
-        self._shown: list[str] = []
-        self._n_known = self._n_chosen = (
-            0  # of the tokens chosen, the end of text included, how many the head had a row for
+        self._tokens: list[int] = []
+        self._is_whole = False  # whether all native calls have worked: what the session holds is then known
+        self._native = _native.Generation(
+            session._native,
+            request.chooser.native,
+            request.pace,
+            n_ctx=session.n_ctx,
+            max_tokens=request.max_tokens,
+            depth=request.depth,
+            ignore_eog=request.ignore_eos,
+            stop=request.stop,
         )
-        self._stream = TextStream(request.stop)
         self._pieces = self._run()
 
     @property
     def text(self) -> str:
         """What has been shown."""
-        return "".join(self._shown)
+        text: str = self._native.text
+        return text
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been emitted, the end of text left out."""
+        self._tokens += self._native.tokens_from(len(self._tokens))
+        return self._tokens
+
+    @property
+    def stats(self) -> Stats:
+        self._stats.count(self._native.counts)
+        self._stats.n_tokens = len(self.tokens)
+        return self._stats
 
     @property
     def finished(self) -> bool:
@@ -426,71 +435,39 @@ class Generation(Iterator[str]):
 
     def _run(self) -> Generator[str, None, None]:
         # This generator runs in one thread at a time, which CPython sees to, and is the session's only one that has not ended:
-        # so nobody else calls the native session. `_history` is None from before a native call until all of it has worked.
-        session, request, stats = self._session, self._request, self.stats
-        native, history = session._native, [*request.tokens]
+        # so nobody else calls the native session.
+        session, request, stats = self._session, self._request, self._stats
+        native, rounds, turns = session._native, self._native, session.model.turns
         try:
             first = self._prefill()
             if first is None:
                 self._finish("cancelled")
                 return
-            history.append(first)
-            session._history = history
-            yield self._take([first])[1]
-            if request.depth and not self.finished:
-                started = time.perf_counter()
-                with session.model.turns:
-                    session._history = None
-                    native.catch_up()
-                    session._history = history
-                stats.prompt_s += time.perf_counter() - started
-            # After every round the weights have pushed all of this out of the processor's caches: few calls, little data.
-            turns, pace, chooser = session.model.turns, request.pace, request.chooser.native
-            is_placed = False
-            while not self.finish_reason:
-                if session._cancelled:
-                    self._finish("cancelled")
-                    break
+            shown = rounds.begin(first)
+            self._is_whole = True
+            yield shown
+            if request.depth and not rounds.end:
                 started = time.perf_counter()
                 with turns:
-                    n_room = session.n_ctx - len(history)  # beside the last token, which is not decoded yet
-                    if n_room < 0:
-                        self._finish("length")
-                        break
-                    session._history = None
-                    depth = min(request.depth, request.max_tokens - len(self.tokens) - 1, n_room)
-                    if pace is not None:
-                        depth = min(depth, pace.depth())
-                    if pace is not None or not is_placed:
-                        session._place(native, pace)
-                        is_placed = True
-                    if depth:  # reading rows takes longer than all else here: not while decoding plainly
-                        session._adopt_seen()
-                    round_ = native.step(chooser, depth, request.ignore_eos)
-                    tokens = round_.tokens
-                    n_used, shown = self._take(tokens)
-                    if n_used < len(tokens):
-                        native.keep(n_used)
-                        del tokens[n_used:]
-                    history += tokens
-                    session._history = history
-                    self._n_known += session._see(tokens)
-                    self._n_chosen += len(tokens)
-                draft_s, verify_s = round_.draft_s, round_.verify_s
-                if pace is not None:
-                    pace.observe(round_.n_drafted, round_.n_accepted, draft_s, verify_s)
-                stats.add_round(n_drafted=round_.n_drafted, n_accepted=round_.n_accepted)
-                stats.draft_s += draft_s
-                stats.verify_s += verify_s
-                stats.accept_s += round_.accept_s
-                stats.generate_s += time.perf_counter() - started
+                    self._is_whole = False
+                    native.catch_up()
+                    self._is_whole = True
+                stats.prompt_s += time.perf_counter() - started
+            clock, round_ = time.perf_counter, rounds.round
+            while True:
+                started = clock()
+                shown = round_(turns)
+                while shown is None and self._give():
+                    shown = round_(turns)
+                stats.generate_s += clock() - started
+                if shown is None:
+                    break
                 yield shown
+            self._finish(rounds.end)
             if request.depth:
                 with turns:
-                    session._adopt_seen()
-            tail = self._stream.finish(cut=self.finish_reason != "stop")
-            self._shown.append(tail)
-            yield tail
+                    session._adopt(rounds.take_seen())
+            yield rounds.finish()
         finally:
             self._finish("cancelled")
             _native.release_team()  # the next text may be another thread's
@@ -499,33 +476,29 @@ class Generation(Iterator[str]):
             if session._current is self:  # so that the session goes with its last reference
                 session._current = None
 
-    def _remember(self) -> None:
-        """After the text: counts its tokens."""
-        if self._session._learn:
-            self._session.model.count(self.tokens)
-        if self._session._draft_vocab is not None:
-            self.stats.coverage = self._n_known / max(1, self._n_chosen)
+    def _give(self) -> bool:
+        """What the next round wants first; False where it wants nothing, and the text has ended."""
+        session, rounds = self._session, self._native
+        if rounds.wants_rows:
+            with session.model.turns:
+                session._adopt(rounds.take_seen())
+        elif rounds.wants_plain_context:
+            with session.model.turns:
+                session._make_plain_context(self._request.pace)
+        else:
+            return False
+        return True
 
-    def _take(self, tokens: list[int]) -> tuple[int, str]:
-        """Adds emitted tokens to the text; how many of them were used before it ended, and what can be shown now."""
-        request, vocab = self._request, self._session.model.vocab
-        shown, n_used = "", 0
-        for token in tokens:
-            n_used += 1
-            if not request.ignore_eos and vocab.is_eog(token):
-                self._finish("stop")
-                break
-            self.tokens.append(token)
-            shown += self._stream.push(vocab.piece(token))
-            if self._stream.stopped:
-                self._finish("stop")
-                break
-            if len(self.tokens) >= request.max_tokens:
-                self._finish("length")
-                break
-        self.stats.n_tokens = len(self.tokens)
-        self._shown.append(shown)
-        return n_used, shown
+    def _remember(self) -> None:
+        """After the text: what the session holds, and counts of its tokens."""
+        session, rounds = self._session, self._native
+        if self._is_whole and rounds.whole:
+            session._history = [*self._request.tokens, *rounds.chosen]
+        if session._learn:
+            session.model.count(self.tokens)
+        if session._draft_vocab is not None:
+            counts = rounds.counts
+            self._stats.coverage = counts.n_known / max(1, counts.n_chosen)
 
     def _prefill(self) -> int | None:
         """Feeds the prompt, what the session already holds left out; the first token, or None when cancelled."""
@@ -534,12 +507,11 @@ class Generation(Iterator[str]):
         with session.model.turns:
             held, session._history = session._history, None
             if held and not native.dirty and tokens[: len(held)] == held:
-                self.stats.n_reused = native.n_past
+                self._stats.n_reused = native.n_past
             else:
                 native.clear()
-            todo = tokens[self.stats.n_reused :]
-            session._see(todo)
-            session._adopt_seen()
+            todo = tokens[self._stats.n_reused :]
+            session._adopt(todo)
         while todo:
             if session._cancelled:
                 return None
@@ -548,9 +520,7 @@ class Generation(Iterator[str]):
                 native.feed(piece, not todo)
                 if not todo:
                     first = int(native.first(self._request.chooser.native))
-                    self._n_known += session._see([first])
-                    self._n_chosen += 1
-        self.stats.prompt_s = self.stats.first_s = time.perf_counter() - started
+        self._stats.prompt_s = self._stats.first_s = time.perf_counter() - started
         return first
 
 

@@ -6,6 +6,8 @@ import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from . import _native
+
 
 @dataclass
 class Stats:
@@ -61,6 +63,12 @@ class Stats:
         for i in range(n_drafted):
             self._drafted_at[i] += 1
             self._accepted_at[i] += i < n_accepted
+
+    def count(self, counts: _native.Counts) -> None:
+        """Takes over what the native loop has counted."""
+        self.n_rounds, self.n_drafted, self.n_accepted = counts.n_rounds, counts.n_drafted, counts.n_accepted
+        self.draft_s, self.verify_s, self.accept_s = counts.draft_s, counts.verify_s, counts.accept_s
+        self._drafted_at, self._accepted_at = counts.drafted_at, counts.accepted_at
 
     def include(self, other: Stats) -> None:
         """Adds the counts and seconds of another generation."""

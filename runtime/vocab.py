@@ -5,7 +5,6 @@ Thin calls into llama.cpp and llama-cpp-python's template formatter (a sandboxed
 
 from __future__ import annotations
 
-import codecs
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -30,14 +29,9 @@ class Vocab:
     def __init__(self, weights: Weights) -> None:
         self._lib = llama()
         self._weights = weights
-        # Remembered, since they are asked for at every token, and a call into the library costs more than a round's other Python.
         #: The bytes of one token; nothing for control tokens.
         self.piece: Callable[[int], bytes] = functools.cache(
             functools.partial(_piece, weights, address(weights.model))
-        )
-        #: Whether a token ends the text.
-        self.is_eog: Callable[[int], bool] = functools.cache(
-            functools.partial(_is_eog, weights, address(weights.model))
         )
         self.n_tokens: int = self._lib.llama_vocab_n_tokens(self._vocab)
 
@@ -101,63 +95,7 @@ def _piece(weights: Weights, address: int, token: int) -> bytes:
     return piece
 
 
-def _is_eog(weights: Weights, address: int, token: int) -> bool:
-    _model_of(weights)
-    return bool(_native.is_eog(address, token))
-
-
 def _model_of(weights: Weights) -> Any:
     if weights.model is None:
         raise SessionError("the model is closed")
     return weights.model
-
-
-class TextStream:
-    """Turns tokens into text as they come: never half a UTF-8 character, never a part of a stop string.
-
-    >>> stream = TextStream(["END"])
-    >>> stream.push(b"one E"), stream.push(b"N"), stream.push(b"D two"), stream.stopped
-    ('one ', '', '', True)
-    """
-
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stop = [s for s in stop if s]
-        self._bytes = b""  # of a character that is not whole yet
-        self._held = ""  # what may be the beginning of a stop string
-        self.stopped = False
-
-    def push(self, piece: bytes) -> str:
-        """Adds a token's bytes; returns the text that can be shown now. Sets `stopped` when a stop string is complete."""
-        data = self._bytes + piece
-        text, n_whole = codecs.utf_8_decode(data, "replace", False)
-        self._bytes = data[n_whole:]
-        if not self._stop:
-            return text
-        self._held += text
-        ends = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
-        if ends:
-            self.stopped = True
-            return self._release(min(ends))
-        return self._release(len(self._held) - self._n_undecided())
-
-    def finish(self, *, cut: bool = False) -> str:
-        """What was held back, at the end of a text that no stop string ended; without the character that the end has `cut`."""
-        if self.stopped:
-            return ""
-        if not cut:
-            self._held += self._bytes.decode("utf-8", "replace")
-        return self._release(len(self._held))
-
-    def _n_undecided(self) -> int:
-        """Length of the longest tail that may be the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for n in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:n]):
-                    longest = n
-                    break
-        return longest
-
-    def _release(self, n: int) -> str:
-        text, self._held = self._held[:n], self._held[n:]
-        return text

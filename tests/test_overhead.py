@@ -21,19 +21,18 @@ def rounds(session: Session, n: int = 250) -> list[tuple[float, float]]:
     """Seconds of choosing, and of what is neither drafting nor verifying nor choosing, of each round of a text."""
     running = session.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
     next(running)
-    stats, found = running.stats, []
+    found = []
 
-    def clock() -> tuple[float, float, int]:
-        native_s = stats.draft_s + stats.verify_s + stats.accept_s
-        return stats.accept_s, time.perf_counter() - native_s, stats.n_rounds
+    def counts() -> tuple[int, float, float]:
+        stats = running.stats
+        return stats.n_rounds, stats.accept_s, stats.draft_s + stats.verify_s + stats.accept_s
 
-    before = clock()
+    before, started = counts(), time.perf_counter()
     for _ in running:
-        now = clock()
-        choice_s, rest_s, n_rounds = (b - a for a, b in zip(before, now, strict=True))
-        if n_rounds:
-            found.append((choice_s / n_rounds, rest_s / n_rounds))
-        before = now
+        whole_s, now = time.perf_counter() - started, counts()
+        n_rounds, choice_s, native_s = (b - a for a, b in zip(before, now, strict=True))
+        found.append((choice_s / n_rounds, (whole_s - native_s) / n_rounds))
+        before, started = now, time.perf_counter()
     return found
 
 

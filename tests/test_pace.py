@@ -93,7 +93,7 @@ def simulate(
     run = Run([], [], [])
     n_tokens, spent, was_drafting, last_depth, n_stood, n_plain = 0, 0.0, False, -1, 0, 0
     while n_tokens < n:
-        depth, drafting = pace.depth(), pace.drafting
+        depth, drafting = pace.depth(), pace.drafting()
         chances = text(n_tokens, pace)
         n_accepted = 0
         while n_accepted < depth and rng.random() < chances[n_accepted]:
@@ -185,7 +185,7 @@ def right_at_first(n_rounds: int) -> Text:
     state = {"rounds": 0}
 
     def text(n: int, pace: Pace) -> Sequence[float]:
-        state["rounds"] = state["rounds"] + 1 if pace.drafting else 0
+        state["rounds"] = state["rounds"] + 1 if pace.drafting() else 0
         return [1.0 if state["rounds"] <= n_rounds else 0.0] * 4
 
     return text
@@ -301,26 +301,26 @@ def test_a_bad_minute_does_not_end_drafting_for_good() -> None:
     costs = MACHINES["demo"]
     pace = Pace(costs)
     for _ in range(40):
-        if pace.drafting:
+        if pace.drafting():
             pace.observe(pace.depth(), 0, 5 * costs.draft_s(pace.depth()), costs.verify_s[pace.depth()])
-    assert not pace.drafting
+    assert not pace.drafting()
     for _ in range(2 * Pace.MAX_WAIT):
         depth = pace.depth()
         pace.observe(depth, depth, costs.draft_s(depth), costs.verify_s[depth] if depth else costs.plain_s)
-    assert pace.drafting
+    assert pace.drafting()
 
 
 def test_a_look_is_not_judged_by_what_catching_up_cost() -> None:
     """With the demo's costs a text of unknown ease would not pay; a look must last until it is known."""
     costs = MACHINES["demo"]
     pace = Pace(costs)
-    while pace.drafting:
+    while pace.drafting():
         pace.observe(pace.depth(), 0, costs.draft_s(pace.depth()), costs.verify_s[pace.depth()])
-    while not pace.drafting:
+    while not pace.drafting():
         pace.observe(0, 0, 0.0, costs.plain_s)
     pace.observe(pace.depth(), pace.depth(), 20.0, costs.verify_s[pace.depth()])
     for _ in range(20):
-        assert pace.drafting
+        assert pace.drafting()
         depth = pace.depth()
         pace.observe(depth, depth, costs.draft_s(depth, depth), costs.verify_s[depth])
 
@@ -346,7 +346,7 @@ def test_single_rows_are_asked_for_while_drafting_and_stay_in_the_drafting_conte
     kinds = set()
     for _ in range(100):
         depth = pace.depth()
-        kinds.add((pace.drafting, depth > 0))
+        kinds.add((pace.drafting(), depth > 0))
         pace.observe(depth, depth if depth else 0, costs.draft_s(depth), costs.verify_s[depth])
     assert (True, True) in kinds and (False, False) not in kinds
 
@@ -399,10 +399,10 @@ def test_switching_takes_as_long_as_it_was_told_last() -> None:
         pace = Pace(costs)
         pace.switched(switch_s)
         assert pace.switch_s == switch_s
-        while pace.drafting:
+        while pace.drafting():
             pace.observe(pace.depth(), 0, 0.05, 1.2)
         n_plain = 0
-        while not pace.drafting:
+        while not pace.drafting():
             pace.observe(0, 0, 0.0, costs.plain_s)
             n_plain += 1
         waits[switch_s] = n_plain

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import PairOf
 
-from llama_sidecar.runtime import Model, load
+from llama_sidecar.runtime import Model, _native, load
 from llama_sidecar.runtime.costs import Costs, costs_for, costs_key, recall, remember
 from llama_sidecar.runtime.pace import Pace
 
@@ -52,20 +52,21 @@ def test_a_drafter_that_is_always_wrong_is_left_and_tried_again_and_changes_no_t
     assert sum(rounds[1:]) > 0, "after a first try"
 
 
-class Late:
+class Late(_native.Pacing):
     """Decodes plainly for `n_plain` rounds and then drafts two tokens a round."""
 
-    switch_s = 0.0
-
     def __init__(self, n_plain: int) -> None:
+        super().__init__()
         self._n_plain = n_plain
 
-    @property
     def drafting(self) -> bool:
         return self._n_plain <= 0
 
     def depth(self) -> int:
-        return 2 if self.drafting else 0
+        return 2 if self.drafting() else 0
+
+    def switched(self, seconds: float) -> None:
+        pass
 
     def plain_in_place(self) -> None:
         pass

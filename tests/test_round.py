@@ -6,6 +6,7 @@ Cases 13-16, 18-20, 25 and 26 of the project's list of what broke other tools, a
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,17 +289,37 @@ def test_a_prompt_that_continues_the_session_is_not_fed_again(pair_of: PairOf) -
         assert generation.tokens == plain_ids(model, longer, 20)
 
 
-def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+class Interrupted(_native.Pacing):
+    """Drafts two tokens a round; Ctrl-C comes in the third round."""
+
+    n_rounds = 0
+
+    def drafting(self) -> bool:
+        return True
+
+    def depth(self) -> int:
+        return 2
+
+    def plain_in_place(self) -> None:
+        pass
+
+    def switched(self, seconds: float) -> None:
+        pass
+
+    def observe(self, *_: object) -> None:
+        self.n_rounds += 1
+        if self.n_rounds == 3:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model) -> None:
     with model.session() as session:
+        session.pace = Interrupted()
         generation = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
-        next(generation)
-
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(generation, "_take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generation.read()
+        assert generation.finish_reason == "cancelled"
+        session.pace = None
         assert ids(session) == plain_ids(model)
 
 

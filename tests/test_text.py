@@ -9,7 +9,7 @@ import pytest
 from conftest import PairOf
 
 from llama_sidecar.runtime import load
-from llama_sidecar.runtime.vocab import TextStream
+from llama_sidecar.runtime._native import TextStream
 
 
 def shown(pieces: list[bytes], stop: list[str]) -> tuple[list[str], bool]:

@@ -80,13 +80,12 @@ int32_t argmax(const float * values, int32_t n) {
 
 int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
                std::vector<llama_token> & out) {
-    const llama_vocab * vocab = api().model_get_vocab(api().get_model(target.context()));
     const int32_t n_drafts = int32_t(drafts.size());
     for (int32_t i = 0; i < n_drafts; ++i) {
         const llama_token chosen = chooser.choose(target, i, drafts[i]);
         out.push_back(chosen);
         if (chosen != drafts[i]) return i;
-        if (!ignore_eog && api().vocab_is_eog(vocab, chosen)) return i + 1;
+        if (!ignore_eog && api().vocab_is_eog(target.vocab(), chosen)) return i + 1;
     }
     out.push_back(chooser.choose(target, n_drafts, -1));
     return n_drafts;

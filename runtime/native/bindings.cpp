@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "generation.h"
 #include "log.h"
 #include "pace_bindings.h"
 #include "session.h"
@@ -76,16 +77,10 @@ NB_MODULE(_native, m) {
     m.def(
         "piece",
         [](uintptr_t model, llama_token token) {
-            std::string bytes(64, '\0');
-            int32_t n;
-            while ((n = api().token_to_piece(vocab_of(model), token, bytes.data(), int32_t(bytes.size()), 0, false)) < 0) {
-                bytes.resize(size_t(-n));
-            }
-            return nb::bytes(bytes.data(), size_t(n));
+            const std::string bytes = token_bytes(vocab_of(model), token);
+            return nb::bytes(bytes.data(), bytes.size());
         },
         "model"_a, "token"_a, "The bytes of a token of the model at this address; nothing for control tokens.");
-    m.def("is_eog", [](uintptr_t model, llama_token token) { return api().vocab_is_eog(vocab_of(model), token); },
-          "model"_a, "token"_a);
     m.def("drafter_kinds", &drafter_kinds);
     m.def(
         "argmax",
@@ -179,10 +174,80 @@ NB_MODULE(_native, m) {
                 return nb::bytes(bytes.data(), bytes.size());
             },
             "KV cache and recurrent state of the standing positions, as llama.cpp serialises them.")
+        .def("cancel", [](Session & self) { self.cancelled = true; }, "Ends the running text after its current round.")
+        .def("uncancel", [](Session & self) { self.cancelled = false; })
+        .def_prop_ro("cancelled", [](const Session & self) { return self.cancelled.load(); })
         .def_prop_ro("last", &Session::last)
         .def_prop_ro("n_past", &Session::n_past)
         .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })
         .def_prop_ro("recurrent", [](Session & self) { return self.target().recurrent(); })
         .def_prop_ro("n_restores", [](Session & self) { return self.target().n_restores(); })
         .def_prop_ro("dirty", [](Session & self) { return self.target().dirty(); });
+
+    nb::class_<TextStream>(m, "TextStream", "Tokens' bytes to text, whole characters and no part of a stop string: see text.h.")
+        .def(nb::init<std::vector<std::string>>(), "stop"_a = std::vector<std::string>())
+        .def(
+            "push",
+            [](TextStream & self, const nb::bytes & piece) {
+                return self.push(std::string(static_cast<const char *>(piece.data()), piece.size()));
+            },
+            "piece"_a)
+        .def("finish", &TextStream::finish, nb::kw_only(), "cut"_a = false)
+        .def_prop_ro("stopped", &TextStream::stopped);
+
+    nb::class_<Counts>(m, "Counts")
+        .def_ro("n_rounds", &Counts::n_rounds)
+        .def_ro("n_drafted", &Counts::n_drafted)
+        .def_ro("n_accepted", &Counts::n_accepted)
+        .def_ro("drafted_at", &Counts::drafted_at)
+        .def_ro("accepted_at", &Counts::accepted_at)
+        .def_ro("n_known", &Counts::n_known)
+        .def_ro("n_chosen", &Counts::n_chosen)
+        .def_ro("draft_s", &Counts::draft_s)
+        .def_ro("verify_s", &Counts::verify_s)
+        .def_ro("accept_s", &Counts::accept_s);
+
+    nb::class_<Generation>(m, "Generation", "A text: rounds one after another until it ends. See generation.h.")
+        .def(
+            "__init__",
+            [](Generation * self, Session & session, Chooser & chooser, Pacing * pacing, int32_t n_ctx,
+               int32_t max_tokens, int32_t depth, bool ignore_eog, const std::vector<std::string> & stop) {
+                new (self) Generation(session, chooser, pacing, {n_ctx, max_tokens, depth, ignore_eog, stop});
+            },
+            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "session"_a, "chooser"_a,
+            "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
+            "stop"_a = std::vector<std::string>())
+        .def("see", &Generation::see, "tokens"_a)
+        .def("begin", &Generation::begin, "first"_a)
+        .def(
+            "round",
+            [](Generation & self, Turns & turns) {
+                std::optional<std::string> shown;
+                const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
+                const nb::gil_scoped_release no_gil;
+                turns.take();
+                shown = self.round();
+                return shown;
+            },
+            "turns"_a, "A round in a turn of its own.")
+        .def("finish", &Generation::finish)
+        .def("take_seen", &Generation::take_seen)
+        .def("tokens_from", &Generation::tokens_from, "n"_a, no_gil)
+        .def_prop_ro("wants_rows", [](const Generation & self) { return self.needs() == Generation::Need::rows; })
+        .def_prop_ro("wants_plain_context", [](const Generation & self) { return self.needs() == Generation::Need::plain_context; })
+        .def_prop_ro(
+            "end",
+            [](const Generation & self) -> std::optional<std::string> {
+                switch (self.end()) {
+                    case Generation::End::stop: return "stop";
+                    case Generation::End::length: return "length";
+                    case Generation::End::cancelled: return "cancelled";
+                    default: return {};
+                }
+            },
+            "How the text ended; None while it goes on.")
+        .def_prop_ro("whole", &Generation::whole)
+        .def_prop_ro("chosen", &Generation::chosen)
+        .def_prop_ro("text", &Generation::text)
+        .def_prop_ro("counts", &Generation::counts);
 }

@@ -49,6 +49,9 @@ class Drafter {
     // A compact head has rows for some of the target's tokens only: from now on `row` is `token`'s, and the token it was for has
     // none. A token without a row is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
     virtual void set_row(int32_t /*row*/, llama_token /*token*/) {}
+
+    // Whether the token can be fed, and proposed, as itself.
+    virtual bool knows(llama_token /*token*/) const { return true; }
 };
 
 struct DrafterOptions {

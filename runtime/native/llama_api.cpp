@@ -123,6 +123,16 @@ const LlamaApi & api() {
     return bound;
 }
 
+std::string token_bytes(const llama_vocab * vocab, llama_token token) {
+    std::string bytes(64, '\0');
+    int32_t n;
+    while ((n = api().token_to_piece(vocab, token, bytes.data(), int32_t(bytes.size()), 0, false)) < 0) {
+        bytes.resize(size_t(-n));
+    }
+    bytes.resize(size_t(n));
+    return bytes;
+}
+
 void set_rows(const llama_model * model, const std::string & name, const std::vector<int32_t> & rows,
               const uint8_t * data, size_t row_bytes) {
     const LlamaApi & llama = api();

@@ -131,6 +131,9 @@ void release_team();
 // The bound library. Throws LibraryError when bind() has not succeeded yet.
 const LlamaApi & api();
 
+// The bytes of a token; nothing for control tokens.
+std::string token_bytes(const llama_vocab * vocab, llama_token token);
+
 // Overwrites rows of a loaded matrix: `data` is (rows.size(), row_bytes), in the matrix's own type. A matrix that llama.cpp keeps
 // twice (embeddings that are the output too) is changed in both places. Nothing may compute with the model meanwhile, and its
 // weights must lie in memory of their own (not mapped from the file, not repacked). Throws LibraryError where the library does not

@@ -119,6 +119,14 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
     return seconds;
 }
 
+const std::string & Session::piece(llama_token token) {
+    const auto [found, is_new] = pieces_.try_emplace(token);
+    if (is_new) found->second = token_bytes(main_target_.vocab(), token);
+    return found->second;
+}
+
+bool Session::is_eog(llama_token token) const { return api().vocab_is_eog(main_target_.vocab(), token); }
+
 void Session::observe_block() {
     if (drafter_ && !block_.empty()) {
         const int32_t n = target_->n_past() - block_pos_;

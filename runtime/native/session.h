@@ -13,8 +13,11 @@
 // plus `last`, then a decode per further depth; the target's rewind is deferred to its next decode.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "accept.h"
@@ -58,6 +61,14 @@ class Session {
     void set_row(int32_t row, llama_token token) {
         if (drafter_) drafter_->set_row(row, token);
     }
+    bool knows(llama_token token) const { return !drafter_ || drafter_->knows(token); }
+
+    // A token's bytes, remembered; nothing for control tokens.
+    const std::string & piece(llama_token token);
+    bool is_eog(llama_token token) const;
+
+    // Ends the running text after its current round. Set from any thread.
+    std::atomic<bool> cancelled{false};
 
     // For benchmarks: the seconds of each of `repeats` decodes of n_rows of `tokens` (in their order, over and over), all
     // rows output, as a verification decodes them. One width in a row, so that llama.cpp re-uses its graph: the first
@@ -81,6 +92,8 @@ class Session {
     std::vector<llama_token> block_;
     int32_t block_pos_ = 0;
     int32_t n_emitted_ = 0;  // of block_, behind its first token: what the last step emitted
+
+    std::unordered_map<llama_token, std::string> pieces_;
 };
 
 }  // namespace sidecar

@@ -12,7 +12,8 @@ Target::Target(llama_context * ctx, std::vector<int32_t> layers) : ctx_(ctx), la
     recurrent_ = llama.model_is_recurrent(model) || llama.model_is_hybrid(model);
     n_ctx_ = int32_t(llama.n_ctx(ctx));
     n_batch_ = int32_t(llama.n_batch(ctx));
-    n_vocab_ = llama.vocab_n_tokens(llama.model_get_vocab(model));
+    vocab_ = llama.model_get_vocab(model);
+    n_vocab_ = llama.vocab_n_tokens(vocab_);
     n_slots_ = int32_t(llama.n_rs_seq(ctx));
     for (const int32_t layer : layers_) {
         if (layer > llama.model_n_layer(model)) {

@@ -62,6 +62,7 @@ class Target {
     const float * hidden_rows(int32_t n);
 
     llama_context * context() const { return ctx_; }
+    const llama_vocab * vocab() const { return vocab_; }
     int32_t n_past() const { return n_past_; }
     bool dirty() const { return dirty_; }
     int32_t n_ctx() const { return n_ctx_; }
@@ -80,6 +81,7 @@ class Target {
     void restore_checkpoint();
 
     llama_context * ctx_;
+    const llama_vocab * vocab_;
     llama_batch_ext * batch_;
     std::vector<int32_t> layers_;
     std::vector<float> gathered_;  // hidden rows of several layers

@@ -4,8 +4,9 @@
     round_overhead.py MAIN.gguf [SIDECAR.gguf] [--depth 3] [-n 256] [--threads 2]
 
 `a row` is choosing over the rows read: what reading a row of logits costs. Medians over rounds, and the quickest round in
-brackets. The rest is mostly memory that the weights have pushed out of the caches: larger models, larger rest. Tokens
-that are new to the process cost more: their text comes from llama.cpp, and a compact head may have to be given their rows.
+brackets. The rest is mostly memory that the weights have pushed out of the caches: larger models, larger rest. The text is
+written twice, and the second counts: a token that is new costs more, since its bytes come from llama.cpp and a compact head may
+have to be given its row.
 """
 
 from __future__ import annotations
@@ -23,32 +24,21 @@ def rounds(session: Session, n: int) -> list[tuple[float, ...]]:
     """Microseconds of each of `PARTS`, round by round."""
     running = session.generate("def main():\n", max_tokens=n, temperature=0, ignore_eos=True)
     next(running)
-    stats, found = running.stats, []
+    found: list[tuple[float, ...]] = []
 
-    def clock() -> tuple[float, ...]:
-        return (
-            stats.draft_s,
-            stats.verify_s,
-            stats.accept_s,
-            time.perf_counter(),
-            stats.n_rounds,
-            stats.n_accepted,
-        )
 
-    before = clock()
+    def counts() -> list[float]:
+        stats = running.stats
+        return [stats.draft_s, stats.verify_s, stats.accept_s, stats.n_rounds, stats.n_accepted]
+
+    before, started = counts(), time.perf_counter()
     for _ in running:
-        now = clock()
-        draft, verify, choose, whole, n_rounds, n_accepted = (b - a for a, b in zip(before, now, strict=True))
-        if n_rounds:
-            parts = (
-                draft,
-                verify,
-                choose,
-                choose / (1 + n_accepted / n_rounds),
-                whole - draft - verify - choose,
-            )
-            found.append(tuple(1e6 * part / n_rounds for part in parts))
-        before = now
+        whole, now = time.perf_counter() - started, counts()
+        draft, verify, choose, n_rounds, n_accepted = (b - a for a, b in zip(before, now, strict=True))
+        a_row = choose / (1 + n_accepted / n_rounds)
+        parts = (draft, verify, choose, a_row, whole - draft - verify - choose)
+        found.append(tuple(1e6 * part / n_rounds for part in parts))
+        before, started = now, time.perf_counter()
     return found
 
 
@@ -67,6 +57,7 @@ def main() -> None:
     with load(args.main, args.sidecar, depth=args.depth, threads=args.threads, ctx=2048) as model:
         for depth in (0, args.depth):
             with model.session(depth=depth) as session:
+                rounds(session, args.n)
                 found = rounds(session, args.n)
             cells = [f"{median(part):.0f} ({min(part):.0f})" for part in zip(*found, strict=True)]
             print(f"| {depth} | {len(found)} | " + " | ".join(cells) + " |")

@@ -91,6 +91,10 @@ class Mtp final : public Drafter {
         row_of_[token] = row;
     }
 
+    bool knows(llama_token token) const override {
+        return ids_.empty() || row_of_[token] != 0 || ids_[0] == token;
+    }
+
   private:
     void map_rows(int32_t n_vocab, int32_t n_rows) {
         if (int32_t(ids_.size()) != n_rows) {
