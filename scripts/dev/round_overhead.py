@@ -26,7 +26,6 @@ def rounds(session: Session, n: int) -> list[tuple[float, ...]]:
     next(running)
     found: list[tuple[float, ...]] = []
 
-
     def counts() -> list[float]:
         stats = running.stats
         return [stats.draft_s, stats.verify_s, stats.accept_s, stats.n_rounds, stats.n_accepted]
