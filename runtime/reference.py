@@ -163,6 +163,13 @@ def staging(name: str) -> Any:
     return function
 
 
+def contexts(model: Model, depth: int) -> tuple[Context, Context]:
+    """Fresh contexts for the target and for its MTP head."""
+    target = make_target_context(model.weights, model.settings, n_ctx=model.n_ctx, depth=depth, n_slots=depth)
+    head = make_draft_context(model.head_weights, model.settings, n_ctx=model.n_ctx)
+    return Context(target, masked=False), Context(head, masked=True)
+
+
 def generate(model: Model, prompt: list[int], n_tokens: int, depth: int) -> tuple[list[int], list[list[int]]]:
     """Generates `n_tokens` ids after `prompt`, drafting `depth` a round; returns the ids and every round's drafts.
 
