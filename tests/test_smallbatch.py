@@ -14,10 +14,11 @@ from gguf import GGMLQuantizationType as T
 
 from llama_sidecar.runtime import _native
 
-TYPES = (T.Q8_0, T.Q4_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.BF16, T.F16, T.F32)
+TYPES = (T.Q8_0, T.Q4_0, T.Q5_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.BF16, T.F16, T.F32)
 HALVES = {
     T.Q8_0: (0,),
     T.Q4_0: (0,),
+    T.Q5_0: (0,),
     T.IQ4_NL: (0,),
     T.IQ4_XS: (0,),
     T.Q4_K: (0, 2),

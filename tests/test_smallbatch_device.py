@@ -21,8 +21,8 @@ from llama_sidecar.runtime.weights import Settings, Weights, free_context, make_
 
 pytestmark = pytest.mark.skipif(kernels.problem() is not None, reason=str(kernels.problem()))
 
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25}
-FILE_TYPES |= {"IQ4_XS": 30, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+FILE_TYPES |= {"IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}
 SETS = [name for name in _native.smallbatch_sets() if name != "avx512-bf16"]  # which has BF16 alone
 TOKENS = np.random.default_rng(0).integers(0, 256, 2304).tolist()
 

@@ -20,6 +20,7 @@ enum class Type : int32_t {
     f32 = 0,
     f16 = 1,
     q4_0 = 2,
+    q5_0 = 6,
     q8_0 = 8,
     q4_k = 12,
     q5_k = 13,
@@ -44,6 +45,8 @@ constexpr Block block_of(Type type) {
             return {1, 2};
         case Type::q4_0:
             return {32, 18};
+        case Type::q5_0:
+            return {32, 22};
         case Type::iq4_nl:
             return {32, 18};
         case Type::q8_0:

@@ -14,8 +14,9 @@
 // G blocks into another, and the two are interleaved by 8 bytes.
 //
 // The rows of x are laid out in the same way when they are prepared: one signed byte a value, a scale per 32 values.
-// Instruction sets whose dot product wants unsigned bytes (x86) get x + 128, and take 128 * sum(weights) off again, which
-// is computed once for all rows.
+// Weights meet them as unsigned codes (which is what x86 multiplies with signed bytes, and a bit less work than signed
+// weights elsewhere): a code is the weight plus an offset, and every sum begins with -offset * sum(x), kept in the row.
+// Types whose weights are signed bytes go through I::from_signed, which makes codes of them where codes are needed.
 #pragma once
 
 #include <stddef.h>
@@ -40,57 +41,87 @@ constexpr size_t round_up(size_t n, size_t multiple) { return ceil_div(n, multip
 // ---------------------------------------------------------------------------------------------------------------------
 // Prepared rows
 
-// A prepared row of bytes: packs of {four vectors, scale of each lane}, then the sums of 8 blocks per super-block.
-template <class I>
+// What sums of products with a type's codes begin with: -offset times the sum of x, over a lane's values in all four vectors
+// of a pack, or (`halves`) in the first two and in the last two.
+struct Starts {
+    int offset;
+    bool halves;
+};
+
+// A prepared row of bytes: packs of {four vectors, scale of each lane, starts}, then the sums of 8 blocks per super-block.
+template <class I, int offset, bool halves>
 struct Quantised {
-    static constexpr size_t vector_bytes = 4 * I::lanes, pack_bytes = 5 * vector_bytes;
-    static constexpr size_t pack_blocks = 2 * I::group;
+    static constexpr size_t vector_bytes = 4 * I::lanes, n_starts = offset == 0 ? 0 : halves ? 2 : 1;
+    static constexpr size_t scales_at = 4 * vector_bytes, starts_at = 5 * vector_bytes;
+    static constexpr size_t pack_bytes = (5 + n_starts) * vector_bytes, pack_blocks = 2 * I::group;
 
     static size_t n_packs(size_t n_in) { return ceil_div(n_in / k_block, pack_blocks); }
     static size_t sums_offset(size_t n_in) { return n_packs(n_in) * pack_bytes; }
     static size_t n_bytes(size_t n_in) { return round_up(sums_offset(n_in) + 4 * round_up(n_in / k_block, 8), 64); }
 
+    // Eight values at a time, on whatever vectors the instruction set has.
+    using Eight = float __attribute__((vector_size(32)));
+    using EightInts = int32_t __attribute__((vector_size(32)));
+    using EightBytes = int8_t __attribute__((vector_size(8)));
+
     // Each block of 32 values becomes bytes -127 .. 127 and an F32 scale. Values that are not finite stay visible: they
     // make the block's scale NaN or infinite.
     static void prepare(const float * x, size_t n_in, uint8_t * prepared) {
-        const size_t n_blocks = n_in / k_block;
-        memset(prepared, 0, n_bytes(n_in));
+        const size_t n_blocks = n_in / k_block, last = (n_packs(n_in) - 1) * pack_bytes;
+        memset(prepared + last, 0, n_bytes(n_in) - last);
         float * sums = reinterpret_cast<float *>(prepared + sums_offset(n_in));
         for (size_t i = 0; i < n_blocks; ++i) {
-            uint8_t * pack = prepared + i / pack_blocks * pack_bytes;
             const size_t in_pack = i % pack_blocks, lane = in_pack % I::group * 4 + in_pack / I::group * 2;
-            int8_t q[k_block];
-            int32_t sum;
-            const float scale = quantise(x + i * k_block, q, sum);
-            for (size_t j = 0; j < k_block; ++j) {
-                pack[j / 8 * vector_bytes + 4 * lane + j % 8] = uint8_t(q[j]) ^ I::x_offset;
-            }
-            float * scales = reinterpret_cast<float *>(pack + 4 * vector_bytes) + lane;
-            scales[0] = scales[1] = scale;
-            sums[i] = scale * float(sum);
+            sums[i] = quantise(x + i * k_block, prepared + i / pack_blocks * pack_bytes + 4 * lane);
         }
     }
 
-    static float quantise(const float * x, int8_t * q, int32_t & sum) {
-        uint32_t bits[k_block];
-        memcpy(bits, x, sizeof bits);
-        uint32_t largest_bits = 0;  // magnitudes order as integers, NaN above all
-        for (uint32_t b : bits) {
-            const uint32_t magnitude = b & 0x7fffffff;
-            largest_bits = magnitude > largest_bits ? magnitude : largest_bits;
+    // Writes one block where its lanes begin in its pack, and returns the sum of its values.
+    static SMALLBATCH_INLINE float quantise(const float * x, uint8_t * lanes) {
+        Eight values[4];
+        memcpy(values, x, sizeof values);
+        EightInts largest_of = {};  // magnitudes order as integers, NaN above all
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+            const EightInts magnitude = EightInts(values[v]) & 0x7fffffff;
+            largest_of = magnitude > largest_of ? magnitude : largest_of;
         }
+        int32_t largest_bits = 0;
+        for (int j = 0; j < 8; ++j) largest_bits = largest_of[j] > largest_bits ? largest_of[j] : largest_bits;
         float largest;
         memcpy(&largest, &largest_bits, sizeof largest);
         const float inverse = largest < 1e-36f ? 0.0f : 127.0f / largest;  // below it 127 / largest would overflow
-        sum = 0;
-        for (size_t j = 0; j < k_block; ++j) {
-            const float rounded = x[j] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
-            int32_t integer;
-            memcpy(&integer, &rounded, sizeof integer);
-            q[j] = int8_t(integer);
-            sum += q[j];
+        EightInts half_sums[2] = {};
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+            const Eight rounded = values[v] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
+            const EightInts integers = EightInts(rounded) << 24 >> 24;
+            const EightBytes q = __builtin_convertvector(integers, EightBytes);
+            memcpy(lanes + v * vector_bytes, &q, sizeof q);
+            half_sums[v / 2] += integers;
         }
-        return inverse == 0.0f ? largest * 0.0f : largest / 127.0f;
+        const float scale = inverse == 0.0f ? largest * 0.0f : largest / 127.0f;
+        const float scales[2] = {scale, scale};
+        memcpy(lanes + scales_at, scales, sizeof scales);
+        int32_t sums[2][2];  // of each half's values, in the block's two lanes
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+            const EightInts s = half_sums[h];
+            sums[h][0] = (s[0] + s[1]) + (s[2] + s[3]);
+            sums[h][1] = (s[4] + s[5]) + (s[6] + s[7]);
+        }
+        const int32_t both[2] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
+        if constexpr (n_starts == 1) {
+            const int32_t start[2] = {-offset * both[0], -offset * both[1]};
+            memcpy(lanes + starts_at, start, sizeof start);
+        } else if constexpr (n_starts == 2) {
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h) {
+                const int32_t start[2] = {-offset * sums[h][0], -offset * sums[h][1]};
+                memcpy(lanes + starts_at + h * vector_bytes, start, sizeof start);
+            }
+        }
+        return scale * float(both[0] + both[1]);
     }
 };
 
@@ -121,75 +152,122 @@ inline uint32_t load_u32(const uint8_t * p) {
     return value;
 }
 
-// Two gathered vectors of 4-bit codes, values 0 .. 15 in the low nibbles and 16 .. 31 in the high ones.
-template <class I, class F>
-SMALLBATCH_INLINE Pack<I> pack_of_codes(typename I::bytes first, typename I::bytes second, typename I::floats scale,
-                                        F decode) {
+// Two vectors of 4-bit codes, 16 bytes a block: values 0 .. 15 in the low nibbles and 16 .. 31 in the high ones.
+template <class I>
+SMALLBATCH_INLINE Pack<I> pack_of_codes(typename I::bytes first, typename I::bytes second, typename I::floats scale) {
     const auto low = I::interleave_low(first, second), high = I::interleave_high(first, second);
-    return {{decode(I::low_nibbles(low)), decode(I::low_nibbles(high)), decode(I::high_nibbles(low)),
-             decode(I::high_nibbles(high))},
-            scale,
-            scale};
+    return {{I::low_nibbles(low), I::low_nibbles(high), I::high_nibbles(low), I::high_nibbles(high)}, scale, scale};
 }
 
 // The signed values of the 4-bit codes of IQ4_NL and IQ4_XS (facts: ggml-common.h).
 alignas(16) constexpr int8_t nonlinear_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                      1,    13,   25,  38,  53,  69,  89,  113};
 
-struct Plain {  // what most types are
-    static constexpr bool has_minima = false, two_scales = false;
+template <class I>
+SMALLBATCH_INLINE Pack<I> looked_up(Pack<I> pack) {
+    const auto table = I::from_signed(I::fill16(reinterpret_cast<const uint8_t *>(nonlinear_values)));
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) pack.v[v] = I::look_up(table, pack.v[v]);
+    return pack;
+}
+
+// What types are made of: unsigned codes that stand for code - `offset`, or signed bytes; one scale of a block, or two;
+// minima beside the scales.
+template <int offset_>
+struct Codes {
+    static constexpr bool is_signed = false, has_minima = false, two_scales = false;
+    static constexpr int offset = offset_;
+};
+struct SignedBytes {
+    static constexpr bool is_signed = true, has_minima = false, two_scales = false;
+};
+struct CodesWithMinima : Codes<32> {  // rows as for Q6_K, so that files which mix them prepare rows once
+    static constexpr bool has_minima = true;
 };
 
-struct Q8_0 : Plain {
+// The rows that products with weights of type W need.
+template <class I, class W>
+constexpr Starts starts_for() {
+    if constexpr (W::is_signed) {
+        return {I::signed_offset, false};
+    } else {
+        return {W::offset, W::has_minima || W::two_scales};
+    }
+}
+template <class I, class W>
+using RowsFor = Quantised<I, starts_for<I, W>().offset, starts_for<I, W>().halves>;
+
+template <class I>
+struct PackOfBlocks {
+    static constexpr int n_blocks = 2 * I::group, n_packs = 1;
+};
+
+struct Q8_0 : SignedBytes {
     static constexpr Type type = Type::q8_0;
     template <class I>
-    struct Unit {
-        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
+    struct Unit : PackOfBlocks<I> {
         const uint8_t * w;
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * blocks) : w(blocks) {}
         SMALLBATCH_INLINE Pack<I> pack(int) const {
             const uint8_t * p = w;
             typename I::bytes a[2], b[2];  // values 0 .. 15 and 16 .. 31
+#pragma GCC unroll 2
             for (int g = 0; g < 2; ++g) {
                 I::gather32([=](int block) { return p + 34 * (I::group * g + block) + 2; }, a[g], b[g]);
             }
             const auto scale = I::halves([p](int block) { return p + 34 * block; });
-            return {{I::interleave_low(a[0], a[1]), I::interleave_high(a[0], a[1]), I::interleave_low(b[0], b[1]),
-                     I::interleave_high(b[0], b[1])},
+            return {{I::from_signed(I::interleave_low(a[0], a[1])), I::from_signed(I::interleave_high(a[0], a[1])),
+                     I::from_signed(I::interleave_low(b[0], b[1])), I::from_signed(I::interleave_high(b[0], b[1]))},
                     scale,
                     scale};
         }
     };
 };
 
-// 4-bit codes of 32 values: the low nibbles are the first 16, the high ones the other 16.
-template <class I, class F>
-SMALLBATCH_INLINE Pack<I> pack_of_18_bytes(const uint8_t * p, F decode) {
-    return pack_of_codes<I>(I::gather([p](int b) { return p + 18 * b + 2; }),
-                            I::gather([p](int b) { return p + 18 * (I::group + b) + 2; }),
-                            I::halves([p](int b) { return p + 18 * b; }), decode);
+// Blocks of `n_bytes`: a half, and at the end 16 bytes of 4-bit codes.
+template <class I, int n_bytes>
+SMALLBATCH_INLINE Pack<I> pack_of_nibbles(const uint8_t * p) {
+    return pack_of_codes<I>(I::gather([p](int b) { return p + n_bytes * (b + 1) - 16; }),
+                            I::gather([p](int b) { return p + n_bytes * (I::group + b + 1) - 16; }),
+                            I::halves([p](int b) { return p + n_bytes * b; }));
 }
 
-struct Q4_0 : Plain {
+struct Q4_0 : Codes<8> {
     static constexpr Type type = Type::q4_0;
     template <class I>
-    struct Unit {
-        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
+    struct Unit : PackOfBlocks<I> {
         const uint8_t * w;
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * blocks) : w(blocks) {}
+        SMALLBATCH_INLINE Pack<I> pack(int) const { return pack_of_nibbles<I, 18>(w); }
+    };
+};
+
+// Q4_0 with a fifth bit: bit j of four bytes after the half belongs to value j.
+struct Q5_0 : Codes<16> {
+    static constexpr Type type = Type::q5_0;
+    template <class I>
+    struct Unit : PackOfBlocks<I> {
+        const uint8_t * w;
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * blocks) : w(blocks) {}
         SMALLBATCH_INLINE Pack<I> pack(int) const {
-            return pack_of_18_bytes<I>(w, [](typename I::bytes codes) { return I::subtract(codes, 8); });
+            const uint8_t * p = w;
+            Pack<I> result = pack_of_nibbles<I, 22>(p);
+            const auto fifth = I::interleave_low(I::gather([p](int b) { return p + 22 * b + 2; }),
+                                                 I::gather([p](int b) { return p + 22 * (I::group + b) + 2; }));
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) result.v[v] = I::join_bits(result.v[v], fifth, v, 16);
+            return result;
         }
     };
 };
 
-struct IQ4_NL : Plain {
+struct IQ4_NL : SignedBytes {
     static constexpr Type type = Type::iq4_nl;
     template <class I>
-    struct Unit {
-        static constexpr int n_blocks = 2 * I::group, n_packs = 1;
+    struct Unit : PackOfBlocks<I> {
         const uint8_t * w;
-        SMALLBATCH_INLINE Pack<I> pack(int) const {
-            return pack_of_18_bytes<I>(w, [](typename I::bytes codes) { return I::look_up(nonlinear_values, codes); });
-        }
+        SMALLBATCH_INLINE explicit Unit(const uint8_t * blocks) : w(blocks) {}
+        SMALLBATCH_INLINE Pack<I> pack(int) const { return looked_up<I>(pack_of_nibbles<I, 18>(w)); }
     };
 };
 
@@ -200,7 +278,7 @@ struct SuperBlock {
 };
 
 // {d, scales_h (2 bits x 8), scales_l (4 bits x 8), 128 bytes of codes, 16 a block}
-struct IQ4_XS : Plain {
+struct IQ4_XS : SignedBytes {
     static constexpr Type type = Type::iq4_xs;
     template <class I>
     struct Unit : SuperBlock<I> {
@@ -215,10 +293,8 @@ struct IQ4_XS : Plain {
         }
         SMALLBATCH_INLINE Pack<I> pack(int i) const {
             const uint8_t * p = w + 8 + 16 * this->pack_blocks * i;
-            return pack_of_codes<I>(I::gather([p](int b) { return p + 16 * b; }),
-                                    I::gather([p](int b) { return p + 16 * (I::group + b); }),
-                                    I::spread(scale + this->pack_blocks * i),
-                                    [](typename I::bytes codes) { return I::look_up(nonlinear_values, codes); });
+            return looked_up<I>(pack_of_codes<I>(I::load_bytes(p), I::load_bytes(p + 16 * I::group),
+                                                 I::spread(scale + this->pack_blocks * i)));
         }
     };
 };
@@ -227,63 +303,55 @@ struct IQ4_XS : Plain {
 // 2j+1 are the low and the high ones of bytes 32j .. 32j+31.
 template <class I>
 struct SuperBlockWithMinima : SuperBlock<I> {
-    float scale[8], minimum[8];
+    typename I::floats scale[SuperBlock<I>::n_packs];
+    typename I::floats8 minimum;
 
     SMALLBATCH_INLINE explicit SuperBlockWithMinima(const uint8_t * block) {
-        const uint32_t p = load_u32(block + 4), q = load_u32(block + 8), r = load_u32(block + 12);
-        const uint32_t scales[2] = {p & 0x3f3f3f3f, (r & 0x0f0f0f0f) | ((p >> 2) & 0x30303030)};
-        const uint32_t minima[2] = {q & 0x3f3f3f3f, ((r >> 4) & 0x0f0f0f0f) | ((q >> 2) & 0x30303030)};
-        I::scale_bytes(scales, I::half(block), scale);
-        I::scale_bytes(minima, I::half(block + 2), minimum);
+        const uint64_t p = load_u32(block + 4), q = load_u32(block + 8), r = load_u32(block + 12);
+        const uint64_t scales = (p & 0x3f3f3f3f) | ((r & 0x0f0f0f0f) | ((p >> 2) & 0x30303030)) << 32;
+        const uint64_t minima = (q & 0x3f3f3f3f) | (((r >> 4) & 0x0f0f0f0f) | ((q >> 2) & 0x30303030)) << 32;
+        I::scale_super_block(scales, minima, block, scale, minimum);
     }
 
-    // The pack's nibbles of 16 values; `low` gets the first 8 of each block.
-    static SMALLBATCH_INLINE void nibbles(const uint8_t * p, int first, typename I::bytes & low,
-                                          typename I::bytes & high) {
-        const auto a = I::gather_pairs([=](int b) { return p + (first + b) / 2 * 32; });
-        const auto b = I::gather_pairs([=](int j) { return p + (first + I::group + j) / 2 * 32; });
-        const auto n_bits = [=](int j) { return (first + j) % 2 * 4; };
-        low = I::low_nibbles(I::shift_right(I::interleave_low(a, b), n_bits));
-        high = I::low_nibbles(I::shift_right(I::interleave_high(a, b), n_bits));
+    // The nibbles of pack i, and its scales.
+    SMALLBATCH_INLINE Pack<I> pack_of(const uint8_t * p, int i) const {
+        const int first = this->pack_blocks * i;
+        Pack<I> result;
+        I::template words<128>(p, [=](int b) { return (first + b) / 2 * 32; }, result.v);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+            result.v[v] = I::low_nibbles(I::shift_right(result.v[v], [=](int b) { return (first + b) % 2 * 4; }));
+        }
+        result.scale = result.scale_16 = scale[i];
+        return result;
     }
 };
 
-struct Q4_K {
+struct Q4_K : CodesWithMinima {
     static constexpr Type type = Type::q4_k;
-    static constexpr bool has_minima = true, two_scales = false;
     template <class I>
     struct Unit : SuperBlockWithMinima<I> {
         const uint8_t * w;
         SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : SuperBlockWithMinima<I>(block), w(block) {}
-        SMALLBATCH_INLINE Pack<I> pack(int i) const {
-            const int first = this->pack_blocks * i;
-            Pack<I> result;
-            this->nibbles(w + 16, first, result.v[0], result.v[1]);
-            this->nibbles(w + 32, first, result.v[2], result.v[3]);
-            result.scale = result.scale_16 = I::spread(this->scale + first);
-            return result;
-        }
+        SMALLBATCH_INLINE Pack<I> pack(int i) const { return this->pack_of(w + 16, i); }
     };
 };
 
 // Q4_K with a fifth bit: bit j of byte l belongs to value l of block j.
-struct Q5_K {
+struct Q5_K : CodesWithMinima {
     static constexpr Type type = Type::q5_k;
-    static constexpr bool has_minima = true, two_scales = false;
     template <class I>
     struct Unit : SuperBlockWithMinima<I> {
         const uint8_t * w;
         SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : SuperBlockWithMinima<I>(block), w(block) {}
         SMALLBATCH_INLINE Pack<I> pack(int i) const {
             const int first = this->pack_blocks * i;
-            Pack<I> result;
-            this->nibbles(w + 48, first, result.v[0], result.v[1]);
-            this->nibbles(w + 64, first, result.v[2], result.v[3]);
+            Pack<I> result = this->pack_of(w + 48, i);
+#pragma GCC unroll 4
             for (int v = 0; v < 4; ++v) {
-                const auto fifth = I::shift_right(I::fill8(w + 16 + 8 * v), [=](int b) { return first + b; });
-                result.v[v] = I::join(result.v[v], I::bits_above_nibble(fifth, 1));
+                result.v[v] = I::template join_above<1>(result.v[v], I::fill8(w + 16 + 8 * v),
+                                                        [=](int b) { return first + b; });
             }
-            result.scale = result.scale_16 = I::spread(this->scale + first);
             return result;
         }
     };
@@ -291,36 +359,46 @@ struct Q5_K {
 
 // {128 bytes of low nibbles, 64 bytes of two high bits, 16 signed scales (of 16 values each), d}. In each half of 128
 // values, blocks 0 .. 3 are: low nibbles of bytes 0 .. 31, of 32 .. 63, high nibbles of the same; high bits 2b, 2b+1.
-struct Q6_K {
+struct Q6_K : Codes<32> {
     static constexpr Type type = Type::q6_k;
-    static constexpr bool has_minima = false, two_scales = true;
+    static constexpr bool two_scales = true;
     template <class I>
     struct Unit : SuperBlock<I> {
         const uint8_t * w;
         float d;
         SMALLBATCH_INLINE explicit Unit(const uint8_t * block) : w(block), d(I::half(block + 208)) {}
         SMALLBATCH_INLINE Pack<I> pack(int i) const {
-            const int first = this->pack_blocks * i, second = first + I::group;
+            const int first = this->pack_blocks * i;
             Pack<I> result;
-            for (int half = 0; half < 2; ++half) {
-                const uint8_t *low = w + 16 * half, *high = w + 128 + 16 * half;
-                const auto low_at = [=](int b) { return low + b / 4 * 64 + b % 2 * 32; };
-                const auto a = I::gather([=](int b) { return low_at(first + b); });
-                const auto b = I::gather([=](int j) { return low_at(second + j); });
-                const auto above_a = I::fill16(high + first / 4 * 32), above_b = I::fill16(high + second / 4 * 32);
-                result.v[2 * half] = values(first, I::interleave_low(a, b), I::interleave_low(above_a, above_b));
-                result.v[2 * half + 1] = values(first, I::interleave_high(a, b), I::interleave_high(above_a, above_b));
+            typename I::bytes above[4];
+            I::template words<128>(
+                w, [=](int b) { return (first + b) / 4 * 64 + (first + b) % 2 * 32; }, result.v);
+            I::template words<64>(w + 128, [=](int b) { return (first + b) / 4 * 32; }, above);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) {
+                const auto nibbles = I::low_nibbles(
+                    I::shift_right(result.v[v], [=](int b) { return (first + b) % 4 / 2 * 4; }));
+                result.v[v] =
+                    I::template join_above<3>(nibbles, above[v], [=](int b) { return (first + b) % 4 * 2; });
             }
             I::scale_pairs(w + 192 + 2 * first, d, result.scale, result.scale_16);
             return result;
         }
-        static SMALLBATCH_INLINE typename I::bytes values(int first, typename I::bytes low, typename I::bytes high) {
-            const auto nibbles = I::low_nibbles(I::shift_right(low, [=](int b) { return (first + b) % 4 / 2 * 4; }));
-            const auto above = I::shift_right(high, [=](int b) { return (first + b) % 4 * 2; });
-            return I::subtract(I::join(nibbles, I::bits_above_nibble(above, 3)), 32);
-        }
     };
 };
+
+// Eight bytes of each block of a pack, from base + at(block) on, then the eight bytes after those, and so on: four vectors.
+// For sets that gather 16 bytes at a time.
+template <class I, class F>
+SMALLBATCH_INLINE void gather_words(const uint8_t * base, F at, typename I::bytes (&v)[4]) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        const auto a = I::gather([=](int b) { return base + at(b) + 16 * half; });
+        const auto b = I::gather([=](int j) { return base + at(I::group + j) + 16 * half; });
+        v[2 * half] = I::interleave_low(a, b);
+        v[2 * half + 1] = I::interleave_high(a, b);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Outputs, several at a time
@@ -392,8 +470,9 @@ SMALLBATCH_INLINE void store_differences(const Product & p, const size_t (&outpu
 template <class I, class W, int R>
 struct QuantisedProduct {
     using Unit = typename W::template Unit<I>;
+    using Rows = RowsFor<I, W>;
     static constexpr size_t block_bytes = block_of(W::type).n_bytes, block_values = block_of(W::type).n_values;
-    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Quantised<I>::vector_bytes;
+    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Rows::vector_bytes;
     static constexpr int N = n_streams<I, W::has_minima ? 2 * R : R>();
 
     // Adds one unit of weights to the sums of R rows; `x` and `x_sums` are where the first row's values for it begin.
@@ -401,47 +480,60 @@ struct QuantisedProduct {
                                       typename I::floats * products, typename I::floats8 * minima) {
         const Unit unit{w};
         if constexpr (W::has_minima) {
-            const auto minimum = I::load8(unit.minimum);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const auto row =
                     reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x_sums) + r * x_bytes);
-                minima[r] = I::multiply_add8(minimum, I::load8(row), minima[r]);
+                minima[r] = I::multiply_add8(unit.minimum, I::load8(row), minima[r]);
             }
         }
 #pragma GCC unroll 8
         for (int i = 0; i < Unit::n_packs; ++i) {
             const Pack<I> pack = unit.pack(i);
-            const uint8_t * x_pack = x + i * Quantised<I>::pack_bytes;
-            const auto start = I::start(pack.v[0], pack.v[1]), start_16 = I::start(pack.v[2], pack.v[3]);
-            const auto start_32 = I::add_ints(start, start_16);
+            const uint8_t * x_pack = x + i * Rows::pack_bytes;
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 const uint8_t * row = x_pack + r * x_bytes;
-                const auto scales = I::load(reinterpret_cast<const float *>(row + 4 * vector_bytes));
+                const auto scales = I::load(reinterpret_cast<const float *>(row + Rows::scales_at));
                 if constexpr (W::two_scales) {
-                    const auto first = dot2(start, row, pack.v);
-                    const auto second = dot2(start_16, row + 2 * vector_bytes, pack.v + 2);
+                    const auto first = dot2(start(row, 0), row, pack.v);
+                    const auto second = dot2(start(row, 1), row + 2 * vector_bytes, pack.v + 2);
                     const auto scaled = I::multiply_add(I::to_floats(second), pack.scale_16,
                                                         I::multiply(I::to_floats(first), pack.scale));
                     products[r] = I::multiply_add(scaled, scales, products[r]);
                 } else {
-                    const auto dot = dot2(dot2(start_32, row, pack.v), row + 2 * vector_bytes, pack.v + 2);
+                    const auto dot = dot2(dot2(start(row, 0), row, pack.v), row + 2 * vector_bytes, pack.v + 2);
                     products[r] = I::multiply_add(I::to_floats(dot), I::multiply(pack.scale, scales), products[r]);
                 }
             }
         }
     }
 
+    static SMALLBATCH_INLINE typename I::ints start(const uint8_t * row, int half) {
+        if constexpr (W::has_minima || Rows::n_starts == 0) {
+            return I::no_ints();
+        } else {
+            return I::load_ints(row + Rows::starts_at + half * vector_bytes);
+        }
+    }
+
     static SMALLBATCH_INLINE typename I::ints dot2(typename I::ints sum, const uint8_t * x,
                                                    const typename I::bytes * w) {
-        return I::dot(I::dot(sum, x, w[0]), x + vector_bytes, w[1]);
+        return dot(dot(sum, x, w[0]), x + vector_bytes, w[1]);
+    }
+
+    static SMALLBATCH_INLINE typename I::ints dot(typename I::ints sum, const uint8_t * x, typename I::bytes w) {
+        if constexpr (W::is_signed) {
+            return I::dot_signed(sum, x, w);
+        } else {
+            return I::dot(sum, x, w);
+        }
     }
 
     static void multiply(const Product & p) {
         const size_t n_blocks = p.n_in / block_values;
         const size_t n_units = n_blocks / Unit::n_blocks, n_rest = n_blocks % Unit::n_blocks;
-        const size_t sums_offset = Quantised<I>::sums_offset(p.n_in);
+        const size_t sums_offset = Rows::sums_offset(p.n_in);
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
             const uint8_t * w[N];
 #pragma GCC unroll 4
@@ -457,7 +549,7 @@ struct QuantisedProduct {
                     add(w[j], x, x_sums, p.x_bytes, products + j * R, minima + j * R);
                     w[j] += unit_bytes;
                 }
-                x += Unit::n_packs * Quantised<I>::pack_bytes;
+                x += Unit::n_packs * Rows::pack_bytes;
                 x_sums += 8;  // only read for types whose unit is a super-block
             }
             if (n_rest != 0) {  // zeros stand for the blocks that are not there: the row's scales are 0 there
@@ -569,10 +661,10 @@ void multiply_rows(const Product & p) {
     }
 }
 
-template <template <class, class, int> class P, template <class> class X, class I, class W>
+template <template <class, class, int> class P, class Rows, class I, class W>
 constexpr Kernel kernel_for() {
     return {W::type,
-            {&X<I>::n_bytes, &X<I>::prepare},
+            {&Rows::n_bytes, &Rows::prepare},
             {&multiply_rows<P, I, W, 1>, &multiply_rows<P, I, W, 2>, &multiply_rows<P, I, W, 3>,
              &multiply_rows<P, I, W, 4>, &multiply_rows<P, I, W, 5>, &multiply_rows<P, I, W, 6>,
              &multiply_rows<P, I, W, 7>, &multiply_rows<P, I, W, 8>}};
@@ -583,16 +675,17 @@ template <class I>
 struct All {
     template <class W>
     static constexpr Kernel quantised() {
-        return kernel_for<QuantisedProduct, Quantised, I, W>();
+        return kernel_for<QuantisedProduct, RowsFor<I, W>, I, W>();
     }
     template <class W>
     static constexpr Kernel dense() {
-        return kernel_for<DenseProduct, Floats, I, W>();
+        return kernel_for<DenseProduct, Floats<I>, I, W>();
     }
 
     static constexpr Kernel kernels[] = {
-        quantised<Q8_0>(),   quantised<Q4_0>(),   quantised<Q4_K>(), quantised<Q5_K>(), quantised<Q6_K>(),
-        quantised<IQ4_NL>(), quantised<IQ4_XS>(), dense<BF16>(),     dense<F16>(),      dense<F32>(),
+        quantised<Q8_0>(), quantised<Q4_0>(),   quantised<Q5_0>(),   quantised<Q4_K>(), quantised<Q5_K>(),
+        quantised<Q6_K>(), quantised<IQ4_NL>(), quantised<IQ4_XS>(), dense<BF16>(),     dense<F16>(),
+        dense<F32>(),
     };
     static constexpr size_t n_kernels = sizeof kernels / sizeof kernels[0];
 };

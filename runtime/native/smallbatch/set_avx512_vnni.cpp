@@ -5,17 +5,13 @@ namespace sidecar::smallbatch {
 namespace {
 
 struct Avx512Vnni : Vectors512 {
-    static constexpr uint8_t x_offset = 128;
+    static constexpr int signed_offset = 128;
 
-    static SMALLBATCH_INLINE ints offset() { return _mm512_set1_epi8(char(x_offset)); }
-    static SMALLBATCH_INLINE ints start(bytes a, bytes b) {
-        const ints sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), offset(), a);
-        return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(sum, offset(), b));
+    static SMALLBATCH_INLINE bytes from_signed(bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(char(128))); }
+    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes codes) {
+        return _mm512_dpbusd_epi32(sum, codes, _mm512_load_si512(x));
     }
-    static SMALLBATCH_INLINE ints add_ints(ints x, ints y) { return _mm512_add_epi32(x, y); }
-    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
-        return _mm512_dpbusd_epi32(sum, _mm512_load_si512(x), w);
-    }
+    static SMALLBATCH_INLINE ints dot_signed(ints sum, const uint8_t * x, bytes w) { return dot(sum, x, w); }
 };
 
 }  // namespace

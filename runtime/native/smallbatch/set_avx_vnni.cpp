@@ -5,17 +5,13 @@ namespace sidecar::smallbatch {
 namespace {
 
 struct AvxVnni : Vectors256 {
-    static constexpr uint8_t x_offset = 128;
+    static constexpr int signed_offset = 128;
 
-    static SMALLBATCH_INLINE ints offset() { return _mm256_set1_epi8(char(x_offset)); }
-    static SMALLBATCH_INLINE ints start(bytes a, bytes b) {
-        const ints sum = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), offset(), a);
-        return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_dpbusd_avx_epi32(sum, offset(), b));
+    static SMALLBATCH_INLINE bytes from_signed(bytes w) { return _mm256_xor_si256(w, _mm256_set1_epi8(char(128))); }
+    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes codes) {
+        return _mm256_dpbusd_avx_epi32(sum, codes, load_ints(x));
     }
-    static SMALLBATCH_INLINE ints add_ints(ints x, ints y) { return _mm256_add_epi32(x, y); }
-    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
-        return _mm256_dpbusd_avx_epi32(sum, _mm256_load_si256(reinterpret_cast<const __m256i *>(x)), w);
-    }
+    static SMALLBATCH_INLINE ints dot_signed(ints sum, const uint8_t * x, bytes w) { return dot(sum, x, w); }
 };
 
 }  // namespace

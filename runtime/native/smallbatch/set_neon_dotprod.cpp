@@ -8,7 +8,7 @@ namespace {
 
 struct NeonDotprod {
     static constexpr int lanes = 4, group = 1;
-    static constexpr uint8_t x_offset = 0;
+    static constexpr int signed_offset = 0;
     static constexpr bool one_pass = true;
     static constexpr int n_sums = 16;  // kept in registers
 
@@ -28,9 +28,10 @@ struct NeonDotprod {
     static SMALLBATCH_INLINE bytes gather(F at) {
         return vld1q_u8(at(0));
     }
-    template <class F>
-    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
-        return vld1q_u8(at(0));
+    static SMALLBATCH_INLINE bytes load_bytes(const uint8_t * p) { return vld1q_u8(p); }
+    template <int n_bytes, class F>
+    static SMALLBATCH_INLINE void words(const uint8_t * base, F at, bytes (&v)[4]) {
+        gather_words<NeonDotprod>(base, at, v);
     }
     template <class F>
     static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
@@ -51,20 +52,27 @@ struct NeonDotprod {
     static SMALLBATCH_INLINE bytes shift_right(bytes x, F n_bits) {
         return vshlq_u8(x, vcombine_s8(vdup_n_s8(int8_t(-n_bits(0))), vdup_n_s8(int8_t(-n_bits(1)))));
     }
-    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
-        return vshlq_n_u8(vandq_u8(x, vdupq_n_u8(mask)), 4);
+    template <int mask, class F>
+    static SMALLBATCH_INLINE bytes join_above(bytes x, bytes above, F n_bits) {
+        const int8x16_t left = vcombine_s8(vdup_n_s8(int8_t(4 - n_bits(0))), vdup_n_s8(int8_t(4 - n_bits(1))));
+        const bytes shifted = vshlq_u8(above, left);
+        return vorrq_u8(x, vandq_u8(shifted, vdupq_n_u8(mask << 4)));
     }
-    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return vorrq_u8(x, y); }
-    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return vsubq_u8(x, vdupq_n_u8(uint8_t(n))); }
-    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
-        return vreinterpretq_u8_s8(vqtbl1q_s8(vld1q_s8(table), x));
+    static SMALLBATCH_INLINE bytes join_bits(bytes x, bytes words, int byte, int8_t value) {
+        const bytes order = vcombine_u8(vdup_n_u8(uint8_t(byte)), vdup_n_u8(uint8_t(8 + byte)));
+        const bytes is_set =
+            vtstq_u8(vqtbl1q_u8(words, order), vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201)));
+        return vorrq_u8(x, vandq_u8(is_set, vdupq_n_u8(uint8_t(value))));
     }
+    static SMALLBATCH_INLINE bytes look_up(bytes table, bytes x) { return vqtbl1q_u8(table, x); }
 
-    static SMALLBATCH_INLINE ints start(bytes, bytes) { return vdupq_n_s32(0); }
-    static SMALLBATCH_INLINE ints add_ints(ints x, ints) { return x; }
-    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes w) {
-        return vdotq_s32(sum, vreinterpretq_s8_u8(vld1q_u8(x)), vreinterpretq_s8_u8(w));
+    static SMALLBATCH_INLINE bytes from_signed(bytes w) { return w; }
+    static SMALLBATCH_INLINE ints no_ints() { return vdupq_n_s32(0); }
+    static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+    static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes codes) {  // codes are below 128
+        return vdotq_s32(sum, vreinterpretq_s8_u8(vld1q_u8(x)), vreinterpretq_s8_u8(codes));
     }
+    static SMALLBATCH_INLINE ints dot_signed(ints sum, const uint8_t * x, bytes w) { return dot(sum, x, w); }
 
     static SMALLBATCH_INLINE floats to_floats(ints x) { return vcvtq_f32_s32(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return vld1q_f32(p); }
@@ -102,10 +110,19 @@ struct NeonDotprod {
     static SMALLBATCH_INLINE floats spread(const float * p) {
         return vcombine_f32(vdup_n_f32(p[0]), vdup_n_f32(p[1]));
     }
-    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
-        const uint16x8_t eight = vmovl_u8(vcreate_u8(bytes[0] | uint64_t(bytes[1]) << 32));
-        vst1q_f32(scaled, vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), factor));
-        vst1q_f32(scaled + 4, vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(eight))), factor));
+    static SMALLBATCH_INLINE void scale_super_block(uint64_t scales, uint64_t minima, const uint8_t * two_halves,
+                                                    floats * scale, floats8 & minimum) {
+        const floats8 scaled = scale_bytes(scales, half(two_halves));
+        scale[0] = vzip1q_f32(scaled.low, scaled.low);
+        scale[1] = vzip2q_f32(scaled.low, scaled.low);
+        scale[2] = vzip1q_f32(scaled.high, scaled.high);
+        scale[3] = vzip2q_f32(scaled.high, scaled.high);
+        minimum = scale_bytes(minima, half(two_halves + 2));
+    }
+    static SMALLBATCH_INLINE floats8 scale_bytes(uint64_t bytes, float factor) {
+        const uint16x8_t eight = vmovl_u8(vcreate_u8(bytes));
+        return {vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(eight))), factor),
+                vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(eight))), factor)};
     }
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
         const int16x8_t eight = vmovl_s8(vcreate_s8(load_u32(bytes)));

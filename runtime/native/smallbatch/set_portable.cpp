@@ -6,7 +6,7 @@ namespace {
 
 struct Portable {
     static constexpr int lanes = 4, group = 1;
-    static constexpr uint8_t x_offset = 0;
+    static constexpr int signed_offset = 0;
     static constexpr bool one_pass = false;
     static constexpr int n_sums = 1;  // kept in registers
 
@@ -33,10 +33,15 @@ struct Portable {
         memcpy(result.v, at(0), 16);
         return result;
     }
-    template <class F>
-    static bytes gather_pairs(F at) {
-        return gather(at);
-    }  // at(b) is at(b ^ 1)
+    // As many bytes as a gather loads, all in a row.
+    static bytes load_bytes(const uint8_t * p) {
+        return gather([p](int) { return p; });
+    }
+    // Four vectors of 8 bytes a block, from base + at(block) on; the n_bytes from base on may all be read.
+    template <int n_bytes, class F>
+    static void words(const uint8_t * base, F at, bytes (&v)[4]) {
+        gather_words<Portable>(base, at, v);
+    }
     template <class F>
     static void gather32(F at, bytes & first, bytes & second) {
         memcpy(first.v, at(0), 16);
@@ -77,23 +82,33 @@ struct Portable {
     static bytes shift_right(const bytes & x, F n_bits) {
         return map(x, [n_bits](uint8_t v, int i) { return v >> n_bits(i / 8); });
     }
-    static bytes bits_above_nibble(const bytes & x, uint8_t mask) {
-        return map(x, [mask](uint8_t v, int) { return (v & mask) << 4; });
+    // x | ((above >> n_bits(block)) & mask) << 4.
+    template <int mask, class F>
+    static bytes join_above(const bytes & x, const bytes & above, F n_bits) {
+        return map(x, [&](uint8_t v, int i) { return v | ((above.v[i] >> n_bits(i / 8)) & mask) << 4; });
     }
-    static bytes join(const bytes & x, const bytes & y) {
-        return map(x, [&y](uint8_t v, int i) { return v | y.v[i]; });
+    // Adds `value` to byte j of each block's 8 where bit j of byte `byte` of the block's 8 in `words` is set.
+    static bytes join_bits(const bytes & x, const bytes & words, int byte, int8_t value) {
+        return map(x, [&](uint8_t v, int i) { return v + ((words.v[i / 8 * 8 + byte] >> i % 8) & 1) * value; });
     }
-    static bytes subtract(const bytes & x, int8_t n) {
-        return map(x, [n](uint8_t v, int) { return v - n; });
-    }
-    static bytes look_up(const int8_t * table, const bytes & x) {
-        return map(x, [table](uint8_t v, int) { return table[v]; });
+    static bytes look_up(const bytes & table, const bytes & x) {
+        return map(x, [&table](uint8_t v, int) { return table.v[v]; });
     }
 
-    // Sums of four products of bytes, x (in memory, with its offset) times signed weights. Sums begin with start(weights).
-    static ints start(const bytes &, const bytes &) { return {}; }
-    static ints add_ints(const ints & x, const ints &) { return x; }
-    static ints dot(const ints & sum, const uint8_t * x, const bytes & w) {
+    // Sums of four products of bytes, x (in memory) times codes or signed weights.
+    static bytes from_signed(const bytes & w) { return w; }
+    static ints no_ints() { return {}; }
+    static ints load_ints(const uint8_t * p) {
+        ints result;
+        memcpy(result.v, p, sizeof result.v);
+        return result;
+    }
+    static ints dot(const ints & sum, const uint8_t * x, const bytes & codes) {
+        ints result = sum;
+        for (int i = 0; i < 16; ++i) result.v[i / 4] += int8_t(x[i]) * codes.v[i];
+        return result;
+    }
+    static ints dot_signed(const ints & sum, const uint8_t * x, const bytes & w) {
         ints result = sum;
         for (int i = 0; i < 16; ++i) result.v[i / 4] += int8_t(x[i]) * int8_t(w.v[i]);
         return result;
@@ -170,8 +185,15 @@ struct Portable {
         return spread(two);
     }
     static floats spread(const float * p) { return {{p[0], p[0], p[1], p[1]}}; }
-    static void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
-        for (int i = 0; i < 8; ++i) scaled[i] = factor * float((bytes[i / 4] >> (i % 4 * 8)) & 255);
+    // Eight bytes of scales and eight of minima, times a half each: the scales by packs.
+    static void scale_super_block(uint64_t scales, uint64_t minima, const uint8_t * two_halves, floats * scale,
+                                  floats8 & minimum) {
+        float scaled[8];
+        for (int i = 0; i < 8; ++i) {
+            scaled[i] = half(two_halves) * float((scales >> 8 * i) & 255);
+            minimum.v[i] = half(two_halves + 2) * float((minima >> 8 * i) & 255);
+        }
+        for (int i = 0; i < 4; ++i) scale[i] = spread(scaled + 2 * i);
     }
 
     // Two signed bytes per block of a pack, times the factor: the first of each and the second of each.

@@ -14,13 +14,16 @@ struct Vectors256 : VectorsX86 {
     using ints = __m256i;
     using floats = __m256;
 
+    static SMALLBATCH_INLINE bytes load_bytes(const uint8_t * p) { return load32(p); }
     template <class F>
     static SMALLBATCH_INLINE bytes gather(F at) {
-        return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(at(0))), load16(at(1)), 1);
+        const uint8_t *first = at(0), *second = at(1);
+        if (__builtin_constant_p(first == second) && first == second) return fill16(first);
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(first)), load16(second), 1);
     }
-    template <class F>
-    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
-        return fill16(at(0));
+    template <int n_bytes, class F>
+    static SMALLBATCH_INLINE void words(const uint8_t * base, F at, bytes (&v)[4]) {
+        gather_words<Vectors256>(base, at, v);
     }
     template <class F>
     static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
@@ -40,16 +43,24 @@ struct Vectors256 : VectorsX86 {
         const int n0 = n_bits(0), n1 = n_bits(1), n2 = n_bits(2), n3 = n_bits(3);
         return _mm256_srlv_epi32(x, _mm256_setr_epi32(n0, n0, n2, n2, n1, n1, n3, n3));
     }
-    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
-        return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(char(mask))), 4);
+    template <int mask, class F>
+    static SMALLBATCH_INLINE bytes join_above(bytes x, bytes above, F n_bits) {
+        const bytes bits = _mm256_and_si256(shift_right(above, n_bits), _mm256_set1_epi8(mask));
+        return _mm256_or_si256(x, _mm256_slli_epi16(bits, 4));
     }
-    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return _mm256_or_si256(x, y); }
-    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return _mm256_sub_epi8(x, _mm256_set1_epi8(n)); }
-    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
-        const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i *>(table));
-        return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), x);
+    static SMALLBATCH_INLINE bytes join_bits(bytes x, bytes words, int byte, int8_t value) {
+        const __m256i order = _mm256_add_epi8(_mm256_set1_epi8(char(byte)), _mm256_set_epi64x(each<8>, 0, each<8>, 0));
+        const __m256i one_bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+        const __m256i is_set =
+            _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(words, order), one_bit), one_bit);
+        return _mm256_or_si256(x, _mm256_and_si256(is_set, _mm256_set1_epi8(value)));
     }
+    static SMALLBATCH_INLINE bytes look_up(bytes table, bytes x) { return _mm256_shuffle_epi8(table, x); }
 
+    static SMALLBATCH_INLINE ints no_ints() { return _mm256_setzero_si256(); }
+    static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) {
+        return _mm256_load_si256(reinterpret_cast<const __m256i *>(p));
+    }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return _mm256_load_ps(p); }
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm256_add_ps(x, y); }
@@ -65,6 +76,17 @@ struct Vectors256 : VectorsX86 {
     static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm_loadu_ps(p)); }
     static SMALLBATCH_INLINE floats spread(__m128 four) {
         return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(four), _mm256_setr_epi32(0, 0, 2, 2, 1, 1, 3, 3));
+    }
+    static SMALLBATCH_INLINE void scale_super_block(uint64_t scales, uint64_t minima, const uint8_t * two_halves,
+                                                    floats * scale, floats8 & minimum) {
+        const __m256 scaled = scale_bytes(scales, half(two_halves));
+        scale[0] = spread(_mm256_castps256_ps128(scaled));
+        scale[1] = spread(_mm256_extractf128_ps(scaled, 1));
+        minimum = scale_bytes(minima, half(two_halves + 2));
+    }
+    static SMALLBATCH_INLINE __m256 scale_bytes(uint64_t bytes, float factor) {
+        const __m256i eight = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes)));
+        return _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(eight));
     }
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
         const __m256i eight = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));

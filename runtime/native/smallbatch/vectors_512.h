@@ -21,10 +21,19 @@ struct Vectors512 : VectorsX86 {
         result = _mm512_inserti32x4(result, load16(at(2)), 2);
         return _mm512_inserti32x4(result, load16(at(3)), 3);
     }
-    template <class F>
-    static SMALLBATCH_INLINE bytes gather_pairs(F at) {
-        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(load16(at(0)))),
-                                  _mm256_broadcastsi128_si256(load16(at(2))), 1);
+    static SMALLBATCH_INLINE bytes load_bytes(const uint8_t * p) { return _mm512_loadu_si512(p); }
+    // Taken from all n_bytes that there are, at once.
+    template <int n_bytes, class F>
+    static SMALLBATCH_INLINE void words(const uint8_t * base, F at, bytes (&v)[4]) {
+        const bytes first = load_bytes(base);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const auto word = [=](int b) { return at(b) / 8 + i; };
+            const bytes order =
+                _mm512_setr_epi64(word(0), word(4), word(1), word(5), word(2), word(6), word(3), word(7));
+            v[i] = n_bytes == 64 ? _mm512_permutexvar_epi64(order, first)
+                                 : _mm512_permutex2var_epi64(first, order, load_bytes(base + n_bytes - 64));
+        }
     }
     template <class F>
     static SMALLBATCH_INLINE void gather32(F at, bytes & first, bytes & second) {
@@ -47,16 +56,24 @@ struct Vectors512 : VectorsX86 {
         const int n4 = n_bits(4), n5 = n_bits(5), n6 = n_bits(6), n7 = n_bits(7);
         return _mm512_srlv_epi32(x, _mm512_setr_epi32(n0, n0, n4, n4, n1, n1, n5, n5, n2, n2, n6, n6, n3, n3, n7, n7));
     }
-    static SMALLBATCH_INLINE bytes bits_above_nibble(bytes x, uint8_t mask) {
-        return _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi8(char(mask))), 4);
+    template <int mask, class F>
+    static SMALLBATCH_INLINE bytes join_above(bytes x, bytes above, F n_bits) {
+        const auto n = [=](int b) { return (n_bits(b) + 60) % 64; };  // rotated right, they lie above the nibble
+        const bytes turned =
+            _mm512_rorv_epi64(above, _mm512_setr_epi64(n(0), n(4), n(1), n(5), n(2), n(6), n(3), n(7)));
+        return _mm512_ternarylogic_epi64(x, turned, _mm512_set1_epi8(mask << 4), 0xf8);  // x | (turned & mask)
     }
-    static SMALLBATCH_INLINE bytes join(bytes x, bytes y) { return _mm512_or_si512(x, y); }
-    static SMALLBATCH_INLINE bytes subtract(bytes x, int8_t n) { return _mm512_sub_epi8(x, _mm512_set1_epi8(n)); }
-    static SMALLBATCH_INLINE bytes look_up(const int8_t * table, bytes x) {
-        const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i *>(table));
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), x);
+    static SMALLBATCH_INLINE bytes join_bits(bytes x, bytes words, int byte, int8_t value) {
+        const bytes order =
+            _mm512_add_epi8(_mm512_set1_epi8(char(byte)), _mm512_broadcast_i32x4(_mm_set_epi64x(each<8>, 0)));
+        const __mmask64 is_set = _mm512_test_epi8_mask(_mm512_shuffle_epi8(words, order),
+                                                       _mm512_set1_epi64(int64_t(0x8040201008040201)));
+        return _mm512_mask_add_epi8(x, is_set, x, _mm512_set1_epi8(value));
     }
+    static SMALLBATCH_INLINE bytes look_up(bytes table, bytes x) { return _mm512_shuffle_epi8(table, x); }
 
+    static SMALLBATCH_INLINE ints no_ints() { return _mm512_setzero_si512(); }
+    static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) { return _mm512_load_si512(p); }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return _mm512_load_ps(p); }
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm512_add_ps(x, y); }
@@ -74,10 +91,21 @@ struct Vectors512 : VectorsX86 {
     static SMALLBATCH_INLINE floats halves(F at) {
         return spread(_mm256_cvtph_ps(_mm_unpacklo_epi64(four_halves(at, 0), four_halves(at, 4))));
     }
+    static SMALLBATCH_INLINE void scale_super_block(uint64_t scales, uint64_t minima, const uint8_t * two_halves,
+                                                    floats * scale, floats8 & minimum) {
+        const __m512 bytes = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi64x(int64_t(minima), int64_t(scales))));
+        const __m512 factors = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(int32_t(load_u32(two_halves)))));
+        const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        const __m512 scaled = _mm512_mul_ps(_mm512_permutexvar_ps(which, factors), bytes);
+        scale[0] = _mm512_permutexvar_ps(block_of_lane(), scaled);
+        minimum = _mm512_extractf32x8_ps(scaled, 1);
+    }
+    static SMALLBATCH_INLINE __m512i block_of_lane() {
+        return _mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7);
+    }
     static SMALLBATCH_INLINE floats spread(const float * p) { return spread(_mm256_loadu_ps(p)); }
     static SMALLBATCH_INLINE floats spread(__m256 eight) {
-        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7),
-                                     _mm512_castps256_ps512(eight));
+        return _mm512_permutexvar_ps(block_of_lane(), _mm512_castps256_ps512(eight));
     }
     static SMALLBATCH_INLINE void scale_pairs(const uint8_t * bytes, float factor, floats & first, floats & second) {
         const __m512 scaled =

@@ -12,6 +12,8 @@ struct VectorsX86 {
     static constexpr bool one_pass = true;
 
     using floats8 = __m256;
+    template <int64_t n>
+    static constexpr int64_t each = n * 0x0101010101010101;  // the same in every byte
 
     template <size_t n_bytes>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
@@ -57,11 +59,6 @@ struct VectorsX86 {
     static SMALLBATCH_INLINE __m128i four_halves(F at, int first) {
         return _mm_cvtsi64_si128(int64_t(load_half(at(first)) | load_half(at(first + 1)) << 16 |
                                          load_half(at(first + 2)) << 32 | load_half(at(first + 3)) << 48));
-    }
-    static SMALLBATCH_INLINE void scale_bytes(const uint32_t * bytes, float factor, float * scaled) {
-        const __m128i packed = _mm_cvtsi64_si128(int64_t(bytes[0] | uint64_t(bytes[1]) << 32));
-        _mm256_storeu_ps(scaled,
-                         _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(packed))));
     }
 };
 
