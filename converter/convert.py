@@ -7,7 +7,6 @@ of any step's inside.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -19,11 +18,14 @@ import numpy as np
 
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, OutputFailed
+from llama_sidecar.converter.drafts import Draft, draft_of
+from llama_sidecar.converter.drafts.convert import convert_draft
+from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, NoTarget, OutputFailed
 from llama_sidecar.converter.families import Family, Layout, Placement, family_of
+from llama_sidecar.converter.fingerprints import fingerprint_keys
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
-from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan, values
+from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan
 from llama_sidecar.converter.quantize import check_libggml, libggml_path, uses_importance
 from llama_sidecar.converter.recipe import (
     Recipe,
@@ -46,7 +48,6 @@ from llama_sidecar.sidecars import (
     KINDS,
     check_pair,
     compact,
-    fingerprint,
     open_main,
     open_sidecar,
 )
@@ -140,6 +141,7 @@ def convert(
     main_type: str | None = "Q8_0",
     sidecar_type: str | None = None,
     *,
+    target: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
     name: str | None = None,
@@ -152,7 +154,8 @@ def convert(
     `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
     for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
     at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
-    merge order, are written as a compact sidecar besides. `imatrix` is a file of llama-imatrix that weighs
+    merge order, are written as a compact sidecar besides. `target` is the model, as a checkpoint or a main GGUF, that a
+    stand-alone drafter (EAGLE3) drafts for: then the sidecar alone is written. `imatrix` is a file of llama-imatrix that weighs
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
@@ -164,6 +167,17 @@ def convert(
     """
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
     with open_checkpoint(checkpoint) as opened:
+        draft = draft_of(opened.config)
+        if draft is not None:
+            if imatrix is not None or draft_vocab is not None:
+                raise NoTarget(
+                    f"{opened.folder} is a drafter's checkpoint: no main file and no compact sidecar is made of it"
+                )
+            return _convert_draft(opened, draft, target, Path(out), sidecar_type, name, force, progress)
+        if target is not None:
+            raise NoTarget(
+                f"{opened.folder} is {opened.config.architecture}, which drafts for no other model: leave --target out"
+            )
         family = family_of(opened.config)
         tensors = canonical_tensors(opened.tensors, family)
         layout = family.layout(opened.config, tensors.keys())
@@ -179,7 +193,7 @@ def convert(
 
         common = vocabulary_keys(opened, family.VOCABULARY)
         n_threads = opened.place.reading.n_threads
-        common |= _fingerprints(layout, tensors, opened.config, common[published.TOKENS], n_threads)
+        common |= fingerprint_keys(layout, tensors, opened.config, common[published.TOKENS], n_threads)
         source = _source(opened, imatrix)
         whole = {
             role: GGUFFile(
@@ -211,6 +225,46 @@ def convert(
         read_bytes=opened.place.meter.n_read,
         checkpoint_bytes=opened.place.meter.n_total,
         warnings=opened.warnings + layout.warnings + planned.warnings,
+    )
+
+
+def _convert_draft(
+    opened: Checkpoint,
+    draft: Draft,
+    target: str | Path | None,
+    out: Path,
+    sidecar_type: str | None,
+    name: str | None,
+    force: bool,
+    progress: Progress | None,
+) -> ConvertResult:
+    """A stand-alone drafter's sidecar, and nothing else."""
+    written = convert_draft(
+        opened,
+        draft,
+        target,
+        out,
+        sidecar_type,
+        name=name,
+        source=_source(opened, None),
+        force=force,
+        progress=progress,
+    )
+    return ConvertResult(
+        main=None,
+        sidecar=written.path,
+        kind=draft.KIND,
+        main_bytes=0,
+        sidecar_bytes=written.n_bytes,
+        n_head_tensors=written.n_tensors,
+        main_type=None,
+        sidecar_type=written.type_name,
+        compact=None,
+        compact_bytes=0,
+        draft_vocab=None,
+        read_bytes=opened.place.meter.n_read,
+        checkpoint_bytes=opened.place.meter.n_total,
+        warnings=written.warnings,
     )
 
 
@@ -309,34 +363,6 @@ def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:
         str(found and (found.st_size, found.st_mtime_ns)),
     ]
     return "\n".join([*hashes, *sorted(versions)])
-
-
-def _fingerprints(
-    layout: Layout, tensors: Mapping[str, Tensor], config: Config, tokens: Any, n_threads: int
-) -> dict[str, Key]:
-    """What ties a head to its trunk, the same in both files: hashes of the norms and of sampled rows (FORMAT.md)."""
-    trunk, n_layers = layout.shared + layout.trunk, config.integer("num_hidden_layers")
-    norms = [p for p in trunk if fingerprint.is_trunk_norm(p.name, len(p.shape), n_layers)]
-    matrices = {tensors[s.name].name: tensors[s.name] for p in trunk for s in p.sources if len(s.shape) > 1}
-    sampled = [
-        (name, row)
-        for name in fingerprint.sample_tensors(matrices)
-        for row in fingerprint.sample_rows(name, matrices[name].n_rows)
-    ]
-
-    def stored(name: str, row: int) -> tuple[str, int, bytes]:
-        return name, row, matrices[name].raw_rows(row, row + 1).tobytes()
-
-    with ThreadPoolExecutor(n_threads) as pool:  # hundreds of small readings, of a place that may be far away
-        norm_values = pool.map(lambda p: values(p, tensors), norms)
-        rows = pool.map(stored, *zip(*sampled, strict=True))
-        return {
-            published.FORMAT: published.FORMAT_VERSION,
-            published.FINGERPRINT_TRUNK: fingerprint.trunk_fingerprint(
-                tokens, {p.name: v for p, v in zip(norms, norm_values, strict=True)}
-            ),
-            published.FINGERPRINT_ROWS: fingerprint.rows_fingerprint(rows),
-        }
 
 
 def _check_contract(paths: Mapping[str, Path]) -> None:

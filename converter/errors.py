@@ -52,6 +52,10 @@ class NoHead(ConversionError):
     """A sidecar was asked for, and the checkpoint or main file holds no draft head."""
 
 
+class NoTarget(ConversionError):
+    """A stand-alone drafter was given without the model it drafts for, or such a model where nothing drafts for another."""
+
+
 class UnknownType(ConversionError):
     """The type asked for is not one the converter writes."""
 

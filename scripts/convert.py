@@ -41,6 +41,12 @@ NONE = "none"
     "vocabulary's matrices at Q4_0]",
 )
 @click.option(
+    "--target",
+    metavar="MODEL",
+    help="For a drafter's own checkpoint (EAGLE3): the model it drafts for, a checkpoint or a main GGUF. Then the sidecar alone is "
+    "written.",
+)
+@click.option(
     "--draft-vocab",
     type=int,
     metavar="N",
@@ -62,6 +68,7 @@ def command(
     main_type: str | None,
     sidecar_only: bool,
     sidecar_type: str | None,
+    target: str | None,
     draft_vocab: int | None,
     imatrix: Path | None,
     name: str | None,
@@ -89,6 +96,7 @@ def command(
             out,
             None if sidecar_only or main == NONE else main,
             sidecar_type,
+            target=target,
             draft_vocab=draft_vocab,
             imatrix=imatrix,
             name=name,

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import VARIANTS, listing, make_checkpoint  # noqa: E402
+from draft_checkpoints import DRAFTS, TARGET, make_draft, make_target  # noqa: E402
 
 from llama_sidecar.converter.families import families  # noqa: E402
 
@@ -39,6 +40,10 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
         if only in (None, f"{arch}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_variant(peer_convert, arch, variant, Path(folder), out)
+    for name, variant in DRAFTS:
+        if only in (None, f"{name}-{variant}"):
+            with tempfile.TemporaryDirectory() as folder:
+                _list_draft(peer_convert, name, variant, Path(folder), out)
 
 
 def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out: Path) -> None:
@@ -60,6 +65,33 @@ def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out
             found[role] = listing(target)
         path = out / f"{arch}-{variant}-{kind}.json"
         path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(path)
+
+
+def _list_draft(peer_convert: Path, name: str, variant: str, folder: Path, out: Path) -> None:
+    target = make_target(folder)
+    draft = make_draft(folder, name, variant, target)
+    pre = families()[TARGET[0]].VOCABULARY.pre
+    for kind in TYPES:
+        made = folder / f"{kind}.gguf"
+        call = [
+            peer_convert,
+            draft,
+            made,
+            "--pre",
+            pre,
+            "--outtype",
+            kind.lower(),
+            "--target-model-dir",
+            target,
+        ]
+        run = subprocess.run(call, capture_output=True, text=True)
+        if run.returncode:
+            raise click.ClickException(f"{' '.join(map(str, call))}:\n{run.stderr}")
+        path = out / f"{name}-{variant}-{kind}.json"
+        path.write_text(
+            json.dumps({"sidecar": listing(made)}, indent=0, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         print(path)
 
 

@@ -1,0 +1,54 @@
+"""Tiny random checkpoints of stand-alone drafters, the same bytes on every machine: every variant of every `TINY` of drafts/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoints import DTYPES, Array, make_checkpoint, random_values, write_json, write_safetensors
+
+from llama_sidecar.converter.config import Config
+from llama_sidecar.converter.drafts import drafts
+from llama_sidecar.converter.drafts.target import Target, open_target
+
+DRAFTS = [(name, variant) for name, draft in drafts().items() for variant in draft.TINY]
+TARGET = ("qwen35", "tied")
+
+
+def make_target(parent: Path) -> Path:
+    """The checkpoint that they all draft for."""
+    return make_checkpoint(parent, *TARGET)
+
+
+def tiny_config(name: str, variant: str) -> dict[str, Any]:
+    return json.loads(json.dumps(drafts()[name].TINY[variant][0]))  # type: ignore[no-any-return]
+
+
+def tiny_tensors(name: str, variant: str, target: Target, dtype: str = "BF16") -> dict[str, Array]:
+    """The variant's tensors under canonical names with what its exports put before them."""
+    draft = drafts()[name]
+    root, optional = draft.TINY[variant]
+    config = draft.prepared(Config(root))
+    placements, _ = draft.layout(config, optional, target)
+    sources = dict.fromkeys(source for placement in placements for source in placement.sources)
+    tensors = {s.name: random_values(s.name, s.shape).astype(DTYPES[dtype]) for s in sources}
+    block = "layers.0." if "speculators" in variant else "midlayer."
+    tensors = {n.replace("block.", block, 1) if n.startswith("block.") else n: t for n, t in tensors.items()}
+    n = draft.d2t(config)
+    if n is not None:  # the token of row i is 4 i + 2
+        tensors["d2t"] = 3 * np.arange(n, dtype=np.int64) + 2
+    if "t2d" in optional:
+        tensors["t2d"] = np.zeros(config.integer("vocab_size"), np.int64)
+    return tensors
+
+
+def make_draft(parent: Path, name: str, variant: str, target: Path, **changes: Any) -> Path:
+    """Writes a variant's folder, `tiny-NAME-VARIANT`; `changes` replace values of its config.json (None: left out)."""
+    folder = parent / f"tiny-{name}-{variant}"
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "model.safetensors", tiny_tensors(name, variant, open_target(target)))
+    config = tiny_config(name, variant) | changes
+    write_json(folder / "config.json", {k: v for k, v in config.items() if v is not None})
+    return folder
