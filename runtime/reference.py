@@ -112,6 +112,10 @@ class Context:
         if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self.pointer), 0, pos, -1):
             raise LibraryError(f"llama_memory_seq_rm refused position {pos}")
 
+    def choose_head(self, head: int) -> None:
+        """Has the following decodes compute this one of the model's MTP heads."""
+        self._ext.llama_set_nextn_layer_offset(self.pointer, head)
+
     def meta(self, key: str) -> str | None:
         """A key of the model's file as llama.cpp spells it, or None."""
         buffer = ctypes.create_string_buffer(64)

@@ -29,7 +29,8 @@ class Head(Protocol):
 
 def make_head(kind: str, pointer: Any, *, n_layers: int) -> Head:
     """The head of a kind over its own context; `n_layers` are the target's."""
-    heads: dict[str, Any] = {"mtp": Mtp, "eagle3": Eagle3}
+    n_heads = llama().llama_model_n_layer_nextn(llama().llama_get_model(pointer))
+    heads: dict[str, Any] = {"mtp": Chain if n_heads > 1 else Mtp, "eagle3": Eagle3}
     return heads[kind](pointer, n_layers)  # type: ignore[no-any-return]
 
 
@@ -61,6 +62,28 @@ class Mtp:
         return drafts
 
 
+class Chain(Mtp):
+    """Several heads, one for each step, which share the cells: every head decodes all that stands, row by row."""
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        for head in range(llama().llama_model_n_layer_nextn(self.context.model)):
+            self.context.trim(pos)
+            self.context.choose_head(head)
+            self.context.decode(tokens, pos, [], [self.row, *rows[:-1]])
+        self.row, self.n = rows[-1], pos + len(tokens)
+
+    def propose(self, last: int, n: int) -> list[int]:
+        tokens, rows = [last], [self.row]
+        for head in range(n):
+            self.context.trim(self.n)
+            self.context.choose_head(head)
+            for i in range(head + 1):
+                self.context.decode([tokens[i]], self.n + i, [0] if i == head else [], [rows[i]])
+            tokens.append(self.context.greedy(0))
+            rows.append(self.context.hidden(0))
+        return tokens[1:]
+
+
 class Eagle3:
     """The cell at p encodes (what the encoder makes of the target's row of p, the token of p+1)."""
 
@@ -90,7 +113,3 @@ class Eagle3:
             token, row = self.context.greedy(0), self.context.hidden(0)
             drafts.append(token)
         return drafts
-
-
-def n_layer_nextn(model: Any) -> int:
-    return int(llama().llama_model_n_layer_nextn(model))
