@@ -13,6 +13,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from llama_sidecar.converter.convert import ConvertResult, convert
+from llama_sidecar.converter.dry_run import DryRun, dry_run
 from llama_sidecar.converter.edit import EditResult, graft, merge, requant, split
 from llama_sidecar.converter.errors import ConversionError
 from llama_sidecar.converter.recipe import TYPES
@@ -21,8 +22,10 @@ __all__ = [
     "TYPES",
     "ConversionError",
     "ConvertResult",
+    "DryRun",
     "EditResult",
     "convert",
+    "dry_run",
     "graft",
     "merge",
     "requant",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_sidecar.converter.config import Config
-from llama_sidecar.converter.errors import BadShard, MissingShard, NotACheckpoint, UnsafePath
+from llama_sidecar.converter.errors import BadShard, MissingShard, NotACheckpoint, NoWeights, UnsafePath
 from llama_sidecar.converter.places import Place, place_of
 from llama_sidecar.converter.quantized import join_quantized
 from llama_sidecar.converter.shards import Stored, Tensor, read_bin, read_safetensors
@@ -103,7 +103,7 @@ def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Stored], list[st
         index, single = BIN_INDEX, "pytorch_model.bin"
     listed = _read_index(folder / index)
     if not shards and not listed:
-        raise NotACheckpoint(f"{place} holds no weights; expected *.safetensors or pytorch_model*.bin")
+        raise NoWeights(f"{place} holds no weights; expected *.safetensors or pytorch_model*.bin")
 
     absent = sorted({file for file in listed.values() if not place.has(file)})
     if absent:

@@ -16,6 +16,10 @@ class NotACheckpoint(ConversionError):
     """The path is no Hugging Face checkpoint folder, or one of its JSON files cannot be used."""
 
 
+class NoWeights(NotACheckpoint):
+    """There is a config.json, and no file of weights beside it."""
+
+
 class HubFailed(ConversionError):
     """The Hugging Face Hub cannot be reached, has no such model, or refuses to give it."""
 

@@ -155,27 +155,45 @@ def canonical_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str
     return found
 
 
-def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that every tensor has its place, and every place its tensor in the shape that the configuration calls for.
+@dataclass(frozen=True)
+class Mismatch:
+    """What is wrong with a checkpoint's tensors: canonical names that are missing, and a line for each that is wrong."""
 
-    Raises TensorMismatch with all names at once, and UnsupportedModel for a tensor whose values cannot be read.
-    """
+    missing: list[str]
+    unplaced: list[str]
+    misshapen: dict[str, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unplaced or self.misshapen)
+
+    def __str__(self) -> str:
+        findings = {
+            "missing": self.missing,
+            "no place for": self.unplaced,
+            "other shapes than config.json calls for": self.misshapen.values(),
+        }
+        problems = [f"{what}: {', '.join(names)}" for what, names in findings.items() if names]
+        return "the tensors are not those of this architecture; " + "; ".join(problems)
+
+
+def mismatch(layout: Layout, tensors: Mapping[str, Tensor]) -> Mismatch:
+    """Whether every tensor has its place, and every place its tensor in the shape that the configuration calls for."""
     wanted = {s.name: s.shape for p in (*layout.shared, *layout.trunk, *layout.head) for s in p.sources}
-    missing = [name for name in wanted if name not in tensors]
-    unplaced = [f"{t.name} ({t.file})" for name, t in tensors.items() if name not in wanted]
-    misshapen = [
-        f"{tensors[name].name} {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    findings = {
-        "missing": missing,
-        "no place for": unplaced,
-        "other shapes than config.json calls for": misshapen,
-    }
-    problems = [f"{what}: {', '.join(names)}" for what, names in findings.items() if names]
-    if problems:
-        raise TensorMismatch("the tensors are not those of this architecture; " + "; ".join(problems))
+    return Mismatch(
+        missing=[name for name in wanted if name not in tensors],
+        unplaced=[f"{t.name} ({t.file})" for name, t in tensors.items() if name not in wanted],
+        misshapen={
+            name: f"{tensors[name].name} {list(tensors[name].shape)} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in tensors and tensors[name].shape != shape
+        },
+    )
+
+
+def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """Raises TensorMismatch with all names at once, and UnsupportedModel for a tensor whose values cannot be read."""
+    if found := mismatch(layout, tensors):
+        raise TensorMismatch(str(found))
     for tensor in tensors.values():
         tensor.check_type()
 

@@ -13,13 +13,14 @@ import glob
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -104,6 +105,28 @@ def add_keys(header: gguf.GGUFWriter, keys: dict[str, Key]) -> None:
             header.add_string(name, value)
         else:
             header.add_array(name, value)
+
+
+def planned_bytes(file: GGUFFile) -> int:
+    """How large a file will be, to the byte; its header is written aside for that, and used up."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header"
+        _write_header(file, path)
+        return _offsets(path.stat().st_size, file)[-1]
+
+
+def _write_header(file: GGUFFile, path: Path) -> None:
+    file.header.write_header_to_file(path)
+    file.header.write_kv_data_to_file()
+    file.header.write_ti_data_to_file()
+    file.header.close()
+
+
+def _offsets(header_bytes: int, file: GGUFFile) -> list[int]:
+    """Where each tensor's data begins, and where the file ends."""
+    align = file.header.data_alignment
+    sizes = (gguf.GGUFWriter.ggml_pad(n, align) for n in (header_bytes, *(t.n_bytes for t in file.tensors)))
+    return list(accumulate(sizes))
 
 
 def check_targets(paths: Collection[Path], force: bool) -> None:
@@ -205,10 +228,7 @@ class _Started:
         try:
             with suppress(OSError):  # a file system without locks: then nothing is ever swept there
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.header.write_header_to_file(self.path)
-            file.header.write_kv_data_to_file()
-            file.header.write_ti_data_to_file()
-            file.header.close()
+            _write_header(file, self.path)
             self._plan(n_values)
             if file.source:
                 self._continue(n_values)
@@ -217,14 +237,8 @@ class _Started:
             raise
 
     def _plan(self, n_values: int) -> None:
-        align = self.file.header.data_alignment
         header_bytes = self.path.stat().st_size
-        self.offsets: list[int] = []
-        end = gguf.GGUFWriter.ggml_pad(header_bytes, align)
-        for tensor in self.file.tensors:
-            self.offsets.append(end)
-            end += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, align)
-        self.n_bytes = end
+        *self.offsets, self.n_bytes = _offsets(header_bytes, self.file)
         self.slices = [
             _Slice(tensor, offset, start, min(start + step, tensor.n_rows))
             for tensor, offset in zip(self.file.tensors, self.offsets, strict=True)

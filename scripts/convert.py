@@ -6,12 +6,17 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from llama_sidecar.converter import TYPES, ConvertResult, convert
+from llama_sidecar.converter import dry_run as what_it_would_do
+from llama_sidecar.converter.dry_run import ACCEPTANCE, N_CTX
+from llama_sidecar.converter.errors import TensorMismatch
 from llama_sidecar.sidecars.errors import printable
 
+from ._dry_run import summary as dry_run_summary
 from ._progress import progress_bar
 
 NONE = "none"
@@ -20,7 +25,7 @@ NONE = "none"
 @click.command()
 @click.argument("checkpoint")
 @click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), help="Folder to write to; made if need be."
+    "-o", "--out", type=click.Path(path_type=Path), help="Folder to write to; made if need be.  [required]"
 )
 @click.option(
     "--main-type",
@@ -60,11 +65,30 @@ NONE = "none"
     help="Importance matrix, as llama-imatrix writes it, for the main file's quantisation.",
 )
 @click.option("--name", help="Name of the model and of its files.  [default: the checkpoint's]")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Write nothing: show files, sizes, memory, what a draft costs, and what becomes of every tensor (of each with --json). "
+    "CHECKPOINT may be a config.json.",
+)
+@click.option(
+    "-c",
+    "--ctx",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Context in tokens, of --dry-run's memory.  [default: 8192]",
+)
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    metavar="A",
+    help="Chance that a draft stands, of --dry-run's speed-up.  [default: 0.8]",
+)
 @click.option("--force", is_flag=True, help="Replace files that are there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def command(
     checkpoint: str,
-    out: Path,
+    out: Path | None,
     main_type: str | None,
     sidecar_only: bool,
     sidecar_type: str | None,
@@ -72,6 +96,9 @@ def command(
     draft_vocab: int | None,
     imatrix: Path | None,
     name: str | None,
+    dry_run: bool,
+    ctx: int | None,
+    acceptance: float | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -86,26 +113,55 @@ def command(
     llama-sidecar convert Qwen3.5-0.8B --out models
     llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
     llama-sidecar convert hf://Qwen/Qwen3.5-27B --sidecar-only --out models
+    llama-sidecar convert hf://Qwen/Qwen3.5-27B --dry-run --ctx 32768
     """
     if sidecar_only and main_type not in (None, NONE):
         raise click.UsageError(f"--sidecar-only and --main-type {main_type} contradict each other")
-    main = "Q8_0" if main_type is None else main_type
+    main = None if sidecar_only or main_type == NONE else main_type or "Q8_0"
+    options: dict[str, Any] = {"draft_vocab": draft_vocab, "imatrix": imatrix, "name": name}
+    if dry_run:
+        if target is not None:
+            raise click.UsageError("--dry-run is of models with a head inside, not of drafters that have a --target")
+        _dry_run(checkpoint, out or Path(), main, sidecar_type, options, ctx, acceptance, as_json)
+        return
+    if out is None:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    if ctx is not None or acceptance is not None:
+        raise click.UsageError("--ctx and --acceptance say what --dry-run shows: nothing of them is written")
     with progress_bar("reading the checkpoint") as show:
         result = convert(
-            checkpoint,
-            out,
-            None if sidecar_only or main == NONE else main,
-            sidecar_type,
-            target=target,
-            draft_vocab=draft_vocab,
-            imatrix=imatrix,
-            name=name,
-            force=force,
-            progress=show,
+            checkpoint, out, main, sidecar_type, **options, target=target, force=force, progress=show
         )
     for warning in result.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     print(json.dumps(result.to_json()) if as_json else _summary(result))
+
+
+def _dry_run(
+    checkpoint: str,
+    out: Path,
+    main_type: str | None,
+    sidecar_type: str | None,
+    options: dict[str, Any],
+    ctx: int | None,
+    acceptance: float | None,
+    as_json: bool,
+) -> None:
+    with progress_bar("reading the checkpoint"):
+        found = what_it_would_do(
+            checkpoint,
+            out,
+            main_type,
+            sidecar_type,
+            **options,
+            n_ctx=N_CTX if ctx is None else ctx,
+            acceptance=ACCEPTANCE if acceptance is None else acceptance,
+        )
+    for warning in found.warnings:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
+    print(json.dumps(found.to_json()) if as_json else dry_run_summary(found))
+    if found.mismatch:
+        raise TensorMismatch(str(found.mismatch))
 
 
 def _summary(result: ConvertResult) -> str:
