@@ -19,7 +19,13 @@ from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint, read
 from llama_sidecar.converter.config import Config, Key
 from llama_sidecar.converter.convert import FilePlan, Plan, Wanted, file_header, plan_files
 from llama_sidecar.converter.drafts import draft_of
-from llama_sidecar.converter.errors import BadConfig, ConversionError, NotACheckpoint, NoWeights, UnsupportedModel
+from llama_sidecar.converter.errors import (
+    BadConfig,
+    ConversionError,
+    NotACheckpoint,
+    NoWeights,
+    UnsupportedModel,
+)
 from llama_sidecar.converter.families import Family, Layout, Placement, Source, family_of
 from llama_sidecar.converter.head_account import (
     OWN_VOCABULARY,

@@ -121,7 +121,9 @@ def command(
     options: dict[str, Any] = {"draft_vocab": draft_vocab, "imatrix": imatrix, "name": name}
     if dry_run:
         if target is not None:
-            raise click.UsageError("--dry-run is of models with a head inside, not of drafters that have a --target")
+            raise click.UsageError(
+                "--dry-run is of models with a head inside, not of drafters that have a --target"
+            )
         _dry_run(checkpoint, out or Path(), main, sidecar_type, options, ctx, acceptance, as_json)
         return
     if out is None:
