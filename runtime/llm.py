@@ -80,6 +80,7 @@ def load(
     cache_type_v: str = "f16",
     kernels: str = kernel_choice.DEFAULT,
     draft_vocab: int | str = "auto",
+    min_confidence: float = 0.0,
     learn: bool = False,
     force: bool = False,
     verbose: bool = False,
@@ -105,6 +106,7 @@ def load(
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
             "auto" cuts large vocabularies to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
+        min_confidence: of a DSpark sidecar with a confidence head: a token that is less likely to stand ends its draft (0 to 1).
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
             writes most.
         force: use a sidecar although its fingerprint says that it belongs to another model.
@@ -142,8 +144,27 @@ def load(
             f"{sidecar_file.path} is a compact sidecar and is used with the {len(sidecar_file.tokens):,} rows it has: "
             f"leave the draft vocabulary ({draft_vocab!r}) out, or give the sidecar that it was cut from"
         )
+    _check_confidence(min_confidence, sidecar_file or main_file, speculation.kind)
     set_verbose(verbose)
-    return Model(main_file, sidecar_file, speculation, settings, depth, draft_vocab=draft_vocab, learn=learn)
+    return Model(
+        main_file,
+        sidecar_file,
+        speculation,
+        settings,
+        depth,
+        draft_vocab=draft_vocab,
+        min_confidence=min_confidence,
+        learn=learn,
+    )
+
+
+def _check_confidence(least: float, source: Sidecar | Compact | MainFile, kind: str | None) -> None:
+    if not (isinstance(least, (int, float)) and 0 <= least <= 1):
+        raise LoadError(f"min_confidence {least!r} is not between 0 and 1")
+    if least and not (kind and KINDS[kind].has_confidence(source.header)):
+        raise LoadError(
+            f"{source.path} has no confidence head, which min_confidence {least} is for: leave it out"
+        )
 
 
 def _choose_sidecar(
@@ -218,9 +239,11 @@ class Model:
         depth: int | str,
         *,
         draft_vocab: int | str,
+        min_confidence: float,
         learn: bool,
     ) -> None:
         self.main = main
+        self.min_confidence = min_confidence
         self.speculation = speculation
         self.settings = settings
         self.paced = depth == AUTO

@@ -30,7 +30,12 @@ class Head(Protocol):
 def make_head(kind: str, pointer: Any, *, n_layers: int) -> Head:
     """The head of a kind over its own context; `n_layers` are the target's."""
     n_heads = llama().llama_model_n_layer_nextn(llama().llama_get_model(pointer))
-    heads: dict[str, Any] = {"mtp": Chain if n_heads > 1 else Mtp, "eagle3": Eagle3}
+    heads: dict[str, Any] = {
+        "mtp": Chain if n_heads > 1 else Mtp,
+        "eagle3": Eagle3,
+        "dflash": DFlash,
+        "dspark": DSpark,
+    }
     return heads[kind](pointer, n_layers)  # type: ignore[no-any-return]
 
 
@@ -113,3 +118,50 @@ class Eagle3:
             token, row = self.context.greedy(0), self.context.hidden(0)
             drafts.append(token)
         return drafts
+
+
+class DFlash:
+    """The block [last, mask, mask, ...]: the mask's rows say the tokens; what it attends to are injected rows of the target."""
+
+    first = 1  # the first row that predicts a token
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        lib = llama()
+        self.top_k = staging("llama_model_dflash_selector_top_k")(lib.llama_get_model(pointer))
+        self.context = Context(pointer, masked=False if self.top_k > 0 else None)
+        self.layers, self.n = target_layers(self.context.model), 0
+        self.mask = lib.llama_vocab_mask(lib.llama_model_get_vocab(self.context.model))
+        lib.llama_set_causal_attn(pointer, self.context.meta("dflash.attention.causal") == "true")
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        self.context.trim(pos)
+        self.context.decode(None, pos, [], rows)
+        self.n = pos + len(tokens)
+
+    def propose(self, last: int, n: int) -> list[int]:
+        if not n:
+            return []
+        block = [last, *[self.mask] * (n + self.first - 1)]
+        self.context.trim(self.n)
+        self.context.decode(block, self.n, [] if self.top_k > 0 else range(len(block)))
+        if self.top_k > 0:
+            return self._walk(self.context.all_hidden(len(block))[1:])
+        return [self.context.greedy(self.first + i) for i in range(n)]
+
+    def _walk(self, lattice: Any) -> list[int]:
+        """DFlash2: rows of k token ids, then for each candidate of the row before the k scores of these."""
+        k, best, drafts = self.top_k, 0, []
+        for row in lattice:
+            scores = row[k : k + k * k].reshape(k, k)
+            best = int(np.argmax(scores[best]))
+            drafts.append(int(row[best]))
+        return drafts
+
+
+class DSpark(DFlash):
+    """In most files the known token's own row predicts the first token; the graph chains from token to token itself."""
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        super().__init__(pointer, n_layers)
+        if self.context.meta("dflash.sample_from_anchor") != "false":
+            self.first = 0

@@ -99,7 +99,11 @@ class Session:
                 other = target if model.drafts_from_layers else None
                 draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx, other=other)
                 contexts.append(draft)
-                options = {"kind": self.kind, "draft_ctx": address(draft)}
+                options = {
+                    "kind": self.kind,
+                    "draft_ctx": address(draft),
+                    "min_confidence": model.min_confidence,
+                }
                 self._draft_vocab = model.draft_vocab
             with model.turns:  # it may compute; and no row changes until it is told of them
                 if self._draft_vocab is not None:

@@ -33,7 +33,7 @@ class Target:
     layers: tuple[int, ...] = ()
 
 
-def _in_no_main(header: GGUFHeader) -> bool:
+def _never(header: GGUFHeader) -> bool:
     return False
 
 
@@ -50,7 +50,8 @@ class Kind:
     """One kind of sidecar. `rank` 1 is taken first; file names start with `prefix`; `llama_name` is llama.cpp's.
 
     `vocab_tensors` names the tensors with one row per token, which a compact sidecar holds some rows of; none: it cannot be cut.
-    `max_depth` says how many tokens its drafter can draft at once; None: any number. `last_is_hidden_row` says what a layer whose
+    `max_depth` says how many tokens its drafter can draft at once; None: any number, `has_confidence` whether it
+    also says how likely each is to stand. `last_is_hidden_row` says what a layer whose
     number is the number of layers means to it: the hidden row that an MTP head would take, or the last layer's plain output.
     """
 
@@ -62,9 +63,10 @@ class Kind:
     is_sidecar: Callable[[GGUFHeader], bool]
     check: Callable[[GGUFHeader], None]
     target: Callable[[GGUFHeader], Target]
-    is_embedded: Callable[[GGUFHeader], bool] = _in_no_main
+    is_embedded: Callable[[GGUFHeader], bool] = _never
     vocab_tensors: Callable[[GGUFHeader], list[str]] = _cannot_cut
     max_depth: Callable[[GGUFHeader], int | None] = _no_limit
+    has_confidence: Callable[[GGUFHeader], bool] = _never
     last_is_hidden_row: bool = False
 
 

@@ -19,6 +19,12 @@ T = gguf.GGMLQuantizationType
 N_LAYERS = 4
 TARGETS = ("llama", "qwen3", "qwen35")
 MASK = 7  # the token that stands for an unknown one
+KERNEL, GROUP, RANK, TOP_K = (
+    2,
+    16,
+    32,
+    4,
+)  # of DFlash2's convolutions and selector, and of DSpark's Markov head
 
 
 def write_target(folder: Path, arch: str, type: T = T.Q8_0, seed: int = 0) -> Path:
@@ -161,6 +167,90 @@ def write_eagle3(
         "norm_before_fc": norm_before_fc,
     }
     return write(folder / "eagle3-main.gguf", "eagle3", keys, tensors, type, n_padding)
+
+
+def write_dflash(
+    folder: Path,
+    *,
+    layers: tuple[int, ...] = (1, 2, 3),
+    n_blocks: int = 2,
+    block_size: int = 6,
+    type: T = T.Q8_0,
+    own: bool = False,
+    n_rows: int | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    sections: bool = False,
+    no_values: bool = False,
+    selector: bool = False,
+    markov: bool = False,
+    confidence: bool = False,
+    anchor: bool = True,
+    scale: float = 1.5,
+    fc: np.ndarray | None = None,
+    text: list[int] | None = None,
+    seed: int = 1,
+) -> Path:
+    """`dflash-main.gguf` or, with a `markov` head, `dspark-main.gguf`; `selector` makes it a DFlash2.
+
+    `window` gives every second block sliding attention, `sections` rotates as a drafter for an M-RoPE target does, `no_values`
+    leaves the value matrices out. `confidence` and `anchor` are DSpark's, and its Markov head says what follows what in a `text`.
+    """
+    random = Random(seed, scale)
+    n_features = len(layers) * N_EMBD
+    tensors = {
+        "fc.weight": random.matrix(N_EMBD, n_features) if fc is None else fc,
+        "enc.output_norm.weight": random.norm(),
+        "output_norm.weight": random.norm(),
+    }
+    keys = block_keys(n_blocks) | {
+        "target_layers": list(layers),
+        "block_size": block_size,
+        "attention.causal": causal,
+        "tokenizer.ggml.mask_token_id": MASK,
+    }
+    for i in range(n_blocks):
+        tensors |= random.block(f"blk.{i}.", with_norms=True)
+        if no_values:
+            del tensors[f"blk.{i}.attn_v.weight"]
+        if selector:
+            for part in ("attn", "ffn"):
+                base = random.rng.standard_normal((2, KERNEL, N_EMBD)) / KERNEL
+                tensors[f"blk.{i}.{part}_conv_base"] = base.astype(np.float32)
+                n_out = 2 * KERNEL * (N_EMBD // GROUP)
+                tensors[f"blk.{i}.{part}_conv_proj.weight"] = random.matrix(n_out, N_EMBD)
+    if selector:
+        tensors["selector_hidden.weight"] = random.matrix(RANK, N_EMBD)
+        for part in ("predecessor", "successor"):
+            tensors[f"selector_{part}.weight"] = random.matrix(N_VOCAB, RANK)
+        keys |= {"conv_kernel_size": KERNEL, "conv_group_size": GROUP, "selector_rank": RANK}
+        keys["selector_top_k"] = TOP_K
+    if window:
+        keys |= {
+            "attention.sliding_window": window,
+            "attention.sliding_window_pattern": [i % 2 == 0 for i in range(n_blocks)],
+        }
+    if sections:
+        keys["rope.dimension_sections"] = [HEAD_DIM // 2, 0, 0, 0]
+    if own:
+        tensors["token_embd.weight"] = Random(seed).matrix(N_VOCAB, N_EMBD)
+        tensors["output.weight"] = Random(seed + 1).matrix(n_rows or N_VOCAB, N_EMBD)
+    if n_rows:
+        tensors["d2t"] = np.arange(n_rows, dtype=np.int64) * 2 + 1
+    if markov:
+        keys |= {"sample_from_anchor": anchor, "has_confidence_head": confidence}
+        tensors["markov_w1.weight"] = random.matrix(N_VOCAB, RANK)
+        tensors["markov_w2.weight"] = random.matrix(n_rows or N_VOCAB, RANK)
+        if text is not None:
+            before = tensors["markov_w1.weight"][text[:-1]]
+            after = 60.0 * np.eye(N_VOCAB, dtype=np.float32)[text[1:]]
+            solved = np.linalg.solve(before.T @ before + 1e-2 * np.eye(RANK), before.T @ after)
+            tensors["markov_w2.weight"] = solved.T.astype(np.float32)
+        if confidence:
+            tensors["conf_proj.weight"] = random.matrix(1, N_EMBD + RANK)
+            tensors["conf_proj.bias"] = np.array([0.3], np.float32)
+    name = "dspark-main.gguf" if markov else "dflash-main.gguf"
+    return write(folder / name, "dflash", keys, tensors, type)
 
 
 def output_matrix(path: Path) -> np.ndarray:

@@ -108,21 +108,22 @@ def test_nothing_of_a_draft_stays_in_the_target(model: Model) -> None:
 
 @pytest.mark.parametrize("n_prompt", [1, 2, 63, 64, 65, 130])
 def test_a_drafter_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
-    model: Model, n_prompt: int
+    main: Path, n_prompt: int, tmp_path: Path
 ) -> None:
-    prompt = (PROMPT * 4)[:n_prompt]
-    seen = []
-    for catches_up in (False, True):
-        with model.session() as session:
-            native, chooser = session._native, _native.greedy_chooser()
-            native.feed(prompt, True)
-            native.first(chooser)
-            found = []
-            for depth in (0, 0, 0, 3, 0, 2, 3):
-                if catches_up:
-                    native.catch_up()
-                found.append(native.step(chooser, depth, True).drafts)
-            seen.append(found)
+    prompt, seen = (PROMPT * 4)[:n_prompt], []
+    sidecar = drafts.write_eagle3(tmp_path)  # of full random weights: its drafts depend on all that came before
+    with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
+        for catches_up in (False, True):
+            with model.session() as session:
+                native, chooser = session._native, _native.greedy_chooser()
+                native.feed(prompt, True)
+                native.first(chooser)
+                found = []
+                for depth in (0, 0, 0, 3, 0, 2, 3):
+                    if catches_up:
+                        native.catch_up()
+                    found.append(native.step(chooser, depth, True).drafts)
+                seen.append(found)
     assert seen[0] == seen[1]
 
 

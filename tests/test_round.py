@@ -446,7 +446,7 @@ def test_bad_prompts_and_options(model: Model) -> None:
             session.chat([{"role": "user", "content": "hi"}])
 
 
-@pytest.mark.parametrize("n_prompt", [100, 128, 129, 200])
+@pytest.mark.parametrize("n_prompt", [100, 127, 128, 129, 200])
 def test_a_head_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
     model: Model, n_prompt: int
 ) -> None:

@@ -128,7 +128,8 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
-               const std::vector<llama_token> & ids, const std::vector<llama_token> & script, int32_t n_right) {
+               const std::vector<llama_token> & ids, float min_confidence, const std::vector<llama_token> & script,
+               int32_t n_right) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
@@ -137,13 +138,14 @@ NB_MODULE(_native, m) {
                 options.n_embd = llama.model_n_embd(llama.get_model(target));
                 options.ctx = draft_ctx == 0 ? nullptr : context_at(draft_ctx);
                 options.ids = ids;
+                options.min_confidence = min_confidence;
                 options.script = script;
                 options.n_right = n_right;
                 new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr);
                 release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
             "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
-            "ids"_a = std::vector<llama_token>(), "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
+            "ids"_a = std::vector<llama_token>(), "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)

@@ -58,6 +58,7 @@ struct DrafterOptions {
     llama_context * ctx = nullptr;     // the drafter's own context; not owned, must outlive the drafter
     int32_t n_vocab = 0;               // the target's: no other id may be proposed
     int32_t n_layers = 0, n_embd = 0;  // the target's
+    float min_confidence = 0.0f;       // of a drafter that knows it: a less likely token ends the draft
     std::vector<llama_token> ids;      // of a compact head: the target's id of each row; else empty
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right

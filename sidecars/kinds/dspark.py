@@ -10,6 +10,8 @@ from llama_sidecar.sidecars.gguf_header import GGUFHeader
 from llama_sidecar.sidecars.kind import Kind, check_tensors, n_draft_vocab
 from llama_sidecar.sidecars.kinds import dflash
 
+CONF_PROJ = "conf_proj.weight"
+
 
 def is_sidecar(header: GGUFHeader) -> bool:
     return header.arch == dflash.ARCH and dflash.MARKOV_W1 in header.tensors
@@ -24,6 +26,11 @@ def max_depth(header: GGUFHeader) -> int:
     return dflash.block_size(header) - (0 if samples_from_anchor(header) else 1)
 
 
+def has_confidence(header: GGUFHeader) -> bool:
+    """Return whether the drafter also says how likely each token is to stand."""
+    return CONF_PROJ in header.tensors and bool(header.keys.get(header.key(keys.HAS_CONFIDENCE_HEAD), True))
+
+
 def check(header: GGUFHeader) -> None:
     header.uint(keys.BLOCK_SIZE)  # llama.cpp has no default for it here
     dflash.check(header)
@@ -32,7 +39,7 @@ def check(header: GGUFHeader) -> None:
     check_tensors(
         header,
         {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab(header))},
-        {"conf_proj.weight": (width + rank, 1), "conf_proj.bias": (1,)},
+        {CONF_PROJ: (width + rank, 1), "conf_proj.bias": (1,)},
     )
 
 
@@ -46,4 +53,5 @@ KIND = Kind(
     check=check,
     target=dflash.target,
     max_depth=max_depth,
+    has_confidence=has_confidence,
 )

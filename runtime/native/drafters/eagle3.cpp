@@ -36,11 +36,12 @@ class Eagle3 final : public Drafter {
 
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
         if (pos != rows_.end()) throw std::logic_error("the eagle3 drafter was not shown every position");
+        n_alone_ = n == 1 ? n_alone_ + 1 : 0;
         for (int32_t i = 0; i < n; ++i) {
             if (tokens_.size() < rows_.size()) tokens_.push_back(tokens[i]);
             rows_.push(hidden + size_t(i) * rows_.width());
             if (rows_.size() < max_waiting_) continue;
-            if (n == 1) {
+            if (n_alone_ >= rows_.size()) {
                 give_up(max_waiting_ / 2);
             } else {
                 catch_up();
@@ -101,6 +102,7 @@ class Eagle3 final : public Drafter {
         ctx_.decode();
         rows_.pop(n);
         tokens_.clear();
+        n_alone_ = 0;
         return int32_t(n) - 1;
     }
 
@@ -109,6 +111,7 @@ class Eagle3 final : public Drafter {
     WaitingRows rows_;
     std::vector<llama_token> tokens_;  // the token after each waiting row; the newest row may have none yet
     size_t max_waiting_;
+    size_t n_alone_ = 0;  // waiting rows that came one by one, without drafts
     int32_t n_vocab_;
 };
 

@@ -43,11 +43,12 @@ class Mtp final : public Drafter {
 
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
         const size_t n_embd = rows_.width();
+        n_alone_ = n == 1 ? n_alone_ + 1 : 0;
         for (int32_t i = 0; i < n; ++i) {
             if (pos + i > rows_.end()) throw std::logic_error("the mtp drafter was not shown every position");
             if (pos + i == rows_.end()) {
                 push(tokens[i]);
-                if (n == 1 && size_t(rows_.end() - n_true_[0]) == max_behind) begin_at(rows_.end(), max_behind / 2);
+                if (std::min(n_alone_, size_t(rows_.end() - n_true_[0])) >= max_behind) begin_at(rows_.end(), max_behind / 2);
                 if (rows_.size() == max_queued) catch_up();
             }
             std::memcpy(carry_.data(), hidden + size_t(i) * n_embd, n_embd * sizeof(float));
@@ -56,6 +57,7 @@ class Mtp final : public Drafter {
 
     void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
         push(last);
+        n_alone_ = 0;
         drafted_.clear();
         drafted_rows_.clear();
         for (int32_t i = 0; i < std::min(n, max_depth()); ++i) {
@@ -74,6 +76,7 @@ class Mtp final : public Drafter {
     int32_t max_depth() const override { return is_chain() ? int32_t(n_true_.size()) : INT32_MAX; }
 
     void catch_up() override {
+        n_alone_ = 0;
         drafted_.clear();
         for (size_t head = 0; head < n_true_.size(); ++head) {
             if (n_true_[head] < rows_.end()) decode(head, false);
@@ -213,6 +216,7 @@ class Mtp final : public Drafter {
     WaitingRows rows_;
     std::vector<llama_token> tokens_;  // of the waiting rows
     std::vector<llama_pos> n_true_;    // of each head
+    size_t n_alone_ = 0;               // rows that came one by one, without drafts
     std::vector<float> carry_;         // (n_embd,): the hidden row before the next cell
     std::vector<llama_token> drafted_;
     std::vector<float> drafted_rows_;  // (drafted_.size(), n_embd): the hidden row before each drafted token

@@ -1,0 +1,50 @@
+// The DFlash drafter (arXiv:2602.06036): each mask of the block becomes the token that its row of logits says.
+//
+// DFlash2 has a selector instead: of every position it hands out k candidates and the score of each after each candidate of the
+// position before, and the best path is walked from the known token on.
+#include <algorithm>
+
+#include "../block_drafter.h"
+
+namespace sidecar {
+
+namespace {
+
+class DFlash final : public BlockDrafter {
+  public:
+    explicit DFlash(const DrafterOptions & options)
+        : BlockDrafter(options, "dflash"), top_k_(std::max(0, api().model_dflash_selector_top_k(ctx_.model()))) {
+        if (top_k_ > 0) api().set_embeddings_nextn(ctx_.get(), true, false);  // the lattice comes in place of hidden rows
+    }
+
+  private:
+    bool wants_logits() const override { return top_k_ == 0; }
+
+    void read(int32_t first, int32_t n, std::vector<llama_token> & out) override {
+        if (top_k_ == 0) {
+            for (int32_t i = 0; i < n; ++i) out.push_back(ctx_.best(first + i, n_vocab_));
+            return;
+        }
+        // A row holds k token ids, then k scores for each candidate of the position before it.
+        const float * lattice = ctx_.hidden_rows();
+        ptrdiff_t candidate = 0;  // the known token is the only one of its position
+        for (int32_t i = 0; i < n; ++i) {
+            const float * row = lattice + size_t(first + i) * ctx_.n_embd();
+            const float * scores = row + top_k_ + candidate * top_k_;
+            candidate = std::max_element(scores, scores + top_k_) - scores;
+            const llama_token token = llama_token(row[candidate]);
+            if (token < 0 || token >= n_vocab_) return;
+            out.push_back(token);
+        }
+    }
+
+    int32_t top_k_;
+};
+
+const Registered registered("dflash", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
+    return std::make_unique<DFlash>(options);
+});
+
+}  // namespace
+
+}  // namespace sidecar
