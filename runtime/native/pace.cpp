@@ -16,10 +16,10 @@ constexpr double memory = 48;
 // Rounds that staying must have cost before the depth changes, or what the change costs where that is more.
 constexpr double stay = 0.02;
 
-constexpr double patience = 3;        // tokens behind plain decoding before a stretch may end: two wrong rounds where rows are dear
+constexpr double patience = 3;          // tokens behind plain decoding before a stretch may end: two wrong rounds where rows are dear
 constexpr double look_share = 0.015;  // of the time may be lost by looking
 constexpr double max_debt = 30;       // tokens: it still looks every 2,000
-constexpr double max_credit = 10;     // tokens won by drafting that later looks may spend before they run into debt: three looks
+constexpr double max_credit = 8;     // tokens won by drafting that later looks may spend before they run into debt: three looks
 // That many rows' seconds are what the drafter's catching up is thought to cost before it was seen.
 constexpr double catch_up_rows = 50;
 constexpr double best_acceptance = 0.98;  // the highest worth hoping for: where even this would not pay nothing is tried
@@ -27,12 +27,13 @@ constexpr double best_acceptance = 0.98;  // the highest worth hoping for: where
 constexpr double rate = 0.05;         // how far one round moves the drafter's cost (as a power)
 constexpr double clip = 1.25;         // the largest factor that one round or comparison may name
 constexpr double stall = 10;          // times what a draft was expected to take: what is beyond befell it
-constexpr double max_gain = 0.3;      // of what a comparison says is believed at once
-constexpr double variance = 0.3;      // of the ratio of their medians, over the square of their mean deviations' sum
-constexpr double doubt = 0.02;        // by how much calibrated costs are off: a comparison counts by this against its rounds' spread
-constexpr double check_below = 1.25;  // a speed-up smaller than this could be a wrong cost: compare with single rows in place
-constexpr int32_t check_every = 96;   // rounds between such checks, which then cost less than 1 %
-constexpr int32_t first_check = 8;
+constexpr double calibrated = 0.06;   // a calibrated cost is off by that share (standard deviation)
+constexpr double in_place = 0.05;     // so is the ratio of a single row in the context that drafts to a plain one
+constexpr double drift = 0.002;       // and by so much more after a round
+constexpr double variance = 0.3;      // of the ratio of two groups' medians, over the square of their mean deviations' sum
+constexpr double least_spread = 0.01; // of few rounds: chance may make it smaller
+constexpr double hope = 1.5;          // standard deviations by which a depth may be better than it looks, to be worth a try
+constexpr double try_share = 0.01;    // of the rounds may be lost by tries
 
 constexpr double shortest_s = 1e-9;  // a clock may be too coarse for a small model
 
@@ -41,7 +42,7 @@ double clipped(double surprise) { return std::min(std::max(surprise, 1 / clip), 
 }  // namespace
 
 Pace::Pace(PaceCosts costs, int32_t max_depth, double switch_s)
-    : costs_(std::move(costs)), switch_s_(switch_s), next_check_(first_check) {
+    : costs_(std::move(costs)), switch_s_(switch_s) {
     const int32_t covered = int32_t(costs_.verify_s.size()) - 1;
     if (max_depth < 1 || max_depth > covered) {
         throw std::invalid_argument("max_depth " + std::to_string(max_depth) + " is not between 1 and the " +
@@ -96,9 +97,9 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
         observe_plain(verify_s);
     } else {
         n_stood_ += 1;
-        if (n_checks_ > 0) {  // any other round without drafts had no room for them, and says nothing
-            n_checks_ -= 1;
-            compare(0, verify_s * costs_.plain_s / costs_.verify_s[0]);
+        if (n_tries_ > 0 && tried_depth_ == 0) {  // any other round without drafts had no room for them, and says nothing
+            n_tries_ -= 1;
+            compare(0, verify_s * costs_.plain_s / costs_.verify_s[0], in_place);
         }
     }
 }
@@ -138,7 +139,7 @@ void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s,
     lost_ += lost;
     behind_ = std::max(0.0, behind_ + lost);
     n_rounds_ += 1;
-    next_check_ -= 1;
+    may_lose_ += try_share;
     choose();
 }
 
@@ -147,6 +148,14 @@ void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s,
 void Pace::choose() {
     const std::vector<double> speeds = speedups(acceptance());
     const auto best = std::max_element(speeds.begin(), speeds.end());
+    if (*best < 1 && behind_ >= patience) {
+        end_stretch();
+        return;
+    }
+    if (n_tries_ > 0) {
+        n_tries_ -= 1;
+        return;
+    }
     // Staying costs more and more; a change is due when that comes to what it costs.
     const double regret = *best / speeds[size_t(depth_ - 1)] - 1;
     regret_ = regret > 0 ? regret_ + regret : 0;
@@ -154,12 +163,29 @@ void Pace::choose() {
         depth_ = 1 + int32_t(best - speeds.begin());
         regret_ = 0;
     }
-    if (*best < 1 && behind_ >= patience) {
-        end_stretch();
-    } else if (*best < check_below && next_check_ <= 0) {
-        n_checks_ = 1 + n_paired;
-        next_check_ = check_every;
+    if (slowness_.full()) {
+        look_for_better(speeds);
     }
+}
+
+// Tries a depth, 0 included, that may be better than the present one for all that is known of their costs: for a few rounds,
+// which are then compared with those before and after.
+void Pace::look_for_better(const std::vector<double> & speeds) {
+    const double now = speeds[size_t(depth_ - 1)];
+    double best = now, loss_of_best = 0;
+    for (int32_t depth = 0; depth <= max_depth(); ++depth) {
+        if (depth == depth_) continue;
+        const double speed = depth > 0 ? speeds[size_t(depth - 1)] : 1;
+        const double hoped = speed * (1 + hope * std::sqrt(doubt_[size_t(depth)] + doubt_[size_t(depth_)]));
+        const double loss = (1 + n_paired) * std::max(0.0, now / speed - 1) + 2 * costs_.change_s / target_s_[size_t(depth_)];
+        if (hoped > best && loss <= may_lose_) {
+            best = hoped;
+            loss_of_best = loss;
+            tried_depth_ = depth;
+            n_tries_ = 1 + n_paired;
+        }
+    }
+    may_lose_ -= loss_of_best;
 }
 
 // Starts from the calibrated costs. Whether drafting may pay at all is judged by them: what a stretch has learned may come of a
@@ -167,6 +193,7 @@ void Pace::choose() {
 void Pace::believe() {
     target_s_.assign(costs_.verify_s.begin(), costs_.verify_s.begin() + max_depth() + 1);
     target_s_[0] = costs_.plain_s;
+    doubt_.assign(target_s_.size(), calibrated * calibrated);
     draft_scale_ = 1;
     const std::vector<double> hoped = speedups(std::vector<double>(tallies_.size(), best_acceptance));
     may_pay_ = *std::max_element(hoped.begin(), hoped.end()) > 1;
@@ -182,6 +209,7 @@ void Pace::begin_stretch() {
     // As calibrated, in the units that the target's seconds have come to: the machine may have been busy when it changed.
     draft_scale_ = target_s_[0] / costs_.plain_s;
     far_.clear();
+    n_tries_ = 0;
     const std::vector<double> speeds = speedups(acceptance());
     depth_ = 1 + int32_t(std::max_element(speeds.begin(), speeds.end()) - speeds.begin());
     regret_ = 0;
@@ -245,11 +273,15 @@ void Pace::learn_draft(double surprise) {
 }
 
 // Learns what a decode at this depth costs, from the rounds just after a change of depth and those before it.
-void Pace::compare(int32_t depth, double seconds) {
+void Pace::compare(int32_t depth, double seconds, double share_off) {
+    for (double & doubt : doubt_) doubt += drift * drift;
     if (depth != last_depth_) {
         before_ = slowness_;
+        depth_before_ = last_depth_;
+        off_before_ = last_off_;
         slowness_.clear();
         last_depth_ = depth;
+        last_off_ = share_off;
         return;  // it also made new graphs
     }
     slowness_.push(seconds / target_s_[size_t(depth)]);
@@ -258,9 +290,16 @@ void Pace::compare(int32_t depth, double seconds) {
     double spread = 0;
     for (const double slowness : before_) spread += std::abs(slowness / before - 1);
     for (const double slowness : slowness_) spread += std::abs(slowness / after - 1);
-    spread /= n_paired;
-    const double gain = doubt * doubt / (doubt * doubt + variance * spread * spread);
-    target_s_[size_t(depth)] *= std::pow(clipped(after / before), std::min(gain, max_gain));
+    spread = std::max(spread / n_paired, least_spread);
+    // What two depths' costs are thought to be is moved towards what was seen, each by its doubt against all doubt there is.
+    double & doubt = doubt_[size_t(depth)];
+    double & doubt_before = doubt_[size_t(depth_before_)];
+    const double all = doubt + doubt_before + variance * spread * spread + off_before_ * off_before_ + last_off_ * last_off_;
+    const double seen = clipped(after / before);
+    target_s_[size_t(depth)] *= std::pow(seen, doubt / all);
+    target_s_[size_t(depth_before_)] *= std::pow(seen, -doubt_before / all);
+    doubt *= 1 - doubt / all;
+    doubt_before *= 1 - doubt_before / all;
     before_.clear();
 }
 

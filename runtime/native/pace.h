@@ -17,7 +17,9 @@
 //
 // Costs come from a calibration; of real rounds only *ratios* are learned, since a machine that is busy for an hour is slow
 // at every width. Two are fair: draft to verification in one round, and the rounds just before to those just after a change
-// of depth. Each moves an estimate a little, however far off it is; a stall of a second says no more than one of a quarter.
+// of depth. Each cost has a doubt, which a comparison moves it by (as a Kalman filter does) and makes smaller; a stall of a second
+// says no more than one of a quarter. A depth that may be the best for all that is known is tried for a few rounds, plain
+// decoding among them; what such tries lose is bounded.
 //
 // Stretches of drafting and of plain decoding alternate. A drafting stretch ends when it fails on two counts: the model says
 // that plain decoding is faster, and the tokens really emitted have fallen `patience` behind it. What the stretch lost
@@ -83,6 +85,7 @@ class Pace final : public Pacing {
     static constexpr int32_t min_wait = 16, max_wait = 512;  // plain tokens between looks: doubled with each failure in a row
     static constexpr int n_far = 4;     // rounds in a row that find the drafter's cost far off: it is what they say
     static constexpr int n_paired = 4;  // rounds on either side of a change of depth that are compared
+    static constexpr double first_tries = 0.4;  // rounds that tries of other depths may lose at once
 
     // max_depth: drafts per round at most; throws std::invalid_argument unless 1 <= max_depth < costs.verify_s.size().
     // switch_s: seconds of moving to the other context, one way; switched() tells when they are known.
@@ -91,7 +94,7 @@ class Pace final : public Pacing {
     // Asking. Changes nothing.
 
     bool drafting() const override { return drafting_; }
-    int32_t depth() const override { return drafting_ && n_checks_ == 0 ? depth_ : 0; }
+    int32_t depth() const override { return !drafting_ ? 0 : n_tries_ > 0 ? tried_depth_ : depth_; }
     int32_t max_depth() const { return int32_t(tallies_.size()); }
     double switch_s() const { return switch_s_; }
     // Seconds of a plain decode, as believed: the calibration's, or a single row's after plain_in_place().
@@ -118,11 +121,12 @@ class Pace final : public Pacing {
     void observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s);
     void observe_plain(double verify_s);
     void choose();
+    void look_for_better(const std::vector<double> & speeds);
     void begin_stretch();
     void end_stretch();
     void fade(int64_t n_rounds);
     void learn_draft(double surprise);
-    void compare(int32_t depth, double seconds);
+    void compare(int32_t depth, double seconds, double share_off = 0);
     std::vector<double> speedups(const std::vector<double> & acceptance) const;
     double expected_draft_s(int32_t depth, double n_stood) const;
     double expected_round_s(int32_t depth, double n_stood) const;
@@ -132,6 +136,7 @@ class Pace final : public Pacing {
     std::vector<double> calibrated_draft_s_;  // (max_depth + 1,)
     // The target's seconds by depth (max_depth + 1,), and the drafter's over what was calibrated, in units of the target's.
     std::vector<double> target_s_;
+    std::vector<double> doubt_;  // (max_depth + 1,) how far off target_s_ may be: variance of the share
     double draft_scale_ = 1;
     bool may_pay_ = false;
 
@@ -145,10 +150,14 @@ class Pace final : public Pacing {
     // What real rounds say about the costs.
     Latest<n_far> far_;  // surprises in a row that the drafter's cost is far off, to the same side
     int32_t last_depth_ = 0;
+    double last_off_ = 0;        // by how much its seconds may be off in themselves
     Latest<n_paired> slowness_;  // measured over expected, at the last depth
     Latest<n_paired> before_;    // the same before the depth changed, until the two are compared
-    int32_t n_checks_ = 0;       // single rows still to decode in place
-    int32_t next_check_;         // rounds until then
+    int32_t depth_before_ = 0;   // of those
+    double off_before_ = 0;
+    int32_t tried_depth_ = 0;    // the depth that is tried
+    int32_t n_tries_ = 0;        // rounds of it that are still to come
+    double may_lose_ = first_tries;  // rounds that tries may lose
 
     // The stretch of drafting.
     int64_t n_rounds_ = 0;
