@@ -16,9 +16,10 @@ from llama_sidecar.converter.convert import ConvertResult, convert
 from llama_sidecar.converter.dry_run import DryRun, dry_run
 from llama_sidecar.converter.edit import EditResult, graft, merge, requant, split
 from llama_sidecar.converter.errors import ConversionError
-from llama_sidecar.converter.recipe import TYPES
+from llama_sidecar.converter.recipe import KEPT_TYPES, TYPES
 
 __all__ = [
+    "KEPT_TYPES",
     "TYPES",
     "ConversionError",
     "ConvertResult",

@@ -25,6 +25,7 @@ from llama_sidecar.converter.families import Family, Layout, Placement, family_o
 from llama_sidecar.converter.fingerprints import fingerprint_keys
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
+from llama_sidecar.converter.kept import keep
 from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan
 from llama_sidecar.converter.quantize import check_libggml, libggml_path, uses_importance
 from llama_sidecar.converter.recipe import (
@@ -132,7 +133,7 @@ class Wanted:
         main = main_recipe(main_type) if main_type else None
         importance = _importance(imatrix, main) if imatrix is not None else None
         needs_head = bool(sidecar_type or not main_type or draft_vocab is not None)
-        return cls(Path(out), main, sidecar_recipe(sidecar_type), importance, needs_head, draft_vocab)
+        return cls(Path(out), main, sidecar_recipe(sidecar_type, may_keep=True), importance, needs_head, draft_vocab)
 
 
 def convert(
@@ -152,7 +153,8 @@ def convert(
 
     `checkpoint` is its folder, or `hf://ORG/NAME[@REVISION]` on the Hub, of whose weights only the ranges that are needed are read.
     `out` is the folder to write to, made if need be. `main_type` is one of `TYPES`, or None
-    for the sidecar alone. `sidecar_type` is one of `TYPES`; without it the sidecar is Q8_0 with the vocabulary's matrices
+    for the sidecar alone; of a checkpoint that stores matrices in one of `KEPT_TYPES` it may be that, and they are kept as they
+    are beside Q8_0. `sidecar_type` is one of the same; without it the sidecar is Q8_0 with the vocabulary's matrices
     at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
     merge order, are written as a compact sidecar besides. `target` is the model, as a checkpoint or a main GGUF, that a
     stand-alone drafter (EAGLE3) drafts for: then the sidecar alone is written. `imatrix` is a file of llama-imatrix that weighs
@@ -293,7 +295,7 @@ def plan_files(
         types = main.types(_shapes(parts), model_of(family.ARCH, keys), wanted.importance is not None)
         keys |= wanted.importance.keys() if wanted.importance else {}
         path = wanted.out / file_name(name, main.name)
-        files["main"] = FilePlan(path, main, keys, plan(parts, tensors, types, wanted.importance))
+        files["main"] = FilePlan(path, main, keys, keep(plan(parts, tensors, types, wanted.importance), main, family.ARCH))
     cut = None
     if layout.head:
         sidecar = wanted.sidecar
@@ -301,7 +303,7 @@ def plan_files(
         parts = layout.shared + layout.head
         types = sidecar.types(_shapes(parts), model_of(family.ARCH, keys))
         path = wanted.out / file_name(name, sidecar.name, KINDS[KIND].prefix)
-        files["sidecar"] = FilePlan(path, sidecar, keys, plan(parts, tensors, types))
+        files["sidecar"] = FilePlan(path, sidecar, keys, keep(plan(parts, tensors, types), sidecar, family.ARCH))
         if wanted.draft_vocab is not None:
             _check_draft_vocab(wanted.draft_vocab, layout)
             cut = path.with_name(compact.file_name(path, wanted.draft_vocab))

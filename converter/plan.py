@@ -77,7 +77,7 @@ class Planned:
         place = self.placement
         as_stored = bool(self.pieces) and all(tensor.dtype == self.type.name for tensor, _, _ in self.pieces)
         if as_stored and place.transform is None and not place.transposed:
-            return _gathered(self._pieces(start, stop), lambda tensor, a, b: tensor.raw_rows(a, b))
+            return _gathered(self._pieces(start, stop), lambda tensor, a, b: tensor.blocks(a, b))
         rows = self._values(start, stop)
         if place.transform:
             rows = place.transform(rows)

@@ -100,11 +100,15 @@ Rules = tuple[tuple[GGMLType, Where], ...]  # the first that holds decides; else
 
 @dataclass(frozen=True)
 class Mix:
-    """A named type: the type of most matrices, and the rules for roles that suffer more from few bits."""
+    """A named type: the type of most matrices, and the rules for roles that suffer more from few bits.
+
+    Matrices that the checkpoint stores in the type `keeps` are written as they are.
+    """
 
     base: GGMLType
     file_type: LlamaFileType
     rules: Mapping[str, Rules] = field(default_factory=dict)
+    keeps: GGMLType | None = None
 
 
 # Rules of every type made of blocks, tried first.
@@ -159,6 +163,13 @@ MIXES: Mapping[str, Mix] = {
     ),
 }
 TYPES = tuple(MIXES)
+
+# Types of quantised checkpoints that GGUF has too: what is stored in them is kept, the rest is Q8_0.
+KEPT: Mapping[str, Mix] = {
+    "NVFP4": Mix(Q8_0, LlamaFileType.MOSTLY_NVFP4, keeps=GGMLType.NVFP4),
+    "MXFP4": Mix(Q8_0, LlamaFileType.MOSTLY_MXFP4_MOE, keeps=GGMLType.MXFP4),
+}
+KEPT_TYPES = tuple(KEPT)
 
 # `tensor_type_fallback`: what a row takes that is no whole number of blocks; F16 where that does not fit either.
 FALLBACK = {IQ4_XS: IQ4_NL, Q2_K: Q4_0, Q3_K: Q4_0, Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
@@ -244,19 +255,22 @@ class Recipe:
 
 
 def main_recipe(name: str) -> Recipe:
-    """A named type for a main file. Raises UnknownType."""
-    return Recipe(name, _known(name))
+    """A named type for a main file, or one of KEPT_TYPES. Raises UnknownType."""
+    return Recipe(name, KEPT.get(name) or _known(name))
 
 
-def sidecar_recipe(name: str | None) -> Recipe:
+def sidecar_recipe(name: str | None, *, may_keep: bool = False) -> Recipe:
     """A named type for a sidecar; by default Q8_0 with the vocabulary's matrices at Q4_0. Raises UnknownType.
+
+    `may_keep`: there is a checkpoint, so that it may be one of KEPT_TYPES.
 
     Unlike llama-quantize's, the output is not of a wider type than the rest: a draft that differs now and then costs
     speed and nothing else, and those matrices are most of a sidecar.
     """
     if name is None:
         return Recipe(NARROW_BLOCK.name, MIXES[NARROW_BLOCK.name], NARROW_VOCAB)
-    return Recipe(name, _known(name), _known(name).base)
+    mix = (KEPT.get(name) if may_keep else None) or _known(name)
+    return Recipe(name, mix, mix.base)
 
 
 def head_warnings(tensors: Mapping[str, tuple[GGMLType, int]]) -> list[str]:

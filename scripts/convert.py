@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from llama_sidecar.converter import TYPES, ConvertResult, convert
+from llama_sidecar.converter import KEPT_TYPES, TYPES, ConvertResult, convert
 from llama_sidecar.converter import dry_run as what_it_would_do
 from llama_sidecar.converter.dry_run import ACCEPTANCE, N_CTX
 from llama_sidecar.converter.errors import TensorMismatch
@@ -29,9 +29,10 @@ NONE = "none"
 )
 @click.option(
     "--main-type",
-    type=click.Choice([*TYPES, NONE], case_sensitive=False),
+    type=click.Choice([*TYPES, *KEPT_TYPES, NONE], case_sensitive=False),
     metavar="TYPE",
-    help=f"Type of the main file's weights: {', '.join(TYPES)}; or none, which writes the sidecar alone.  [default: Q8_0]",
+    help=f"Type of the main file's weights: {', '.join(TYPES)}; {' or '.join(KEPT_TYPES)}, where the checkpoint stores them so and "
+    "they are to be kept, the rest being Q8_0; or none, which writes the sidecar alone.  [default: Q8_0]",
 )
 @click.option(
     "--sidecar-only",
@@ -40,7 +41,7 @@ NONE = "none"
 )
 @click.option(
     "--sidecar-type",
-    type=click.Choice([*TYPES], case_sensitive=False),
+    type=click.Choice([*TYPES, *KEPT_TYPES], case_sensitive=False),
     metavar="TYPE",
     help="Type of the sidecar's weights, of the same list, whatever the main file's is.  [default: Q8_0, with the "
     "vocabulary's matrices at Q4_0]",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from checkpoints import Array, random_values
+from checkpoints import Array, make_checkpoint, random_values, tiny_config, tiny_tensors
 
 Parts = dict[str, Array]
 Method = Callable[[str, tuple[int, int]], tuple[Parts, Array]]  # (name, shape) -> parts, float32 values
@@ -222,3 +223,27 @@ def quantize_trunk(tensors: Mapping[str, Array], method: Method, n_layers: int) 
         else:
             stored[name] = plain[name] = tensor
     return stored, plain
+
+
+# Rows of whole blocks in every matrix, also of ggml's NVFP4.
+SIZES = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def make_quantized(parent: Path, name: str, arch: str = "qwen35", variant: str = "tied") -> tuple[Path, Path]:
+    """A variant's folder with its trunk stored by a method, and one with the same values in F32."""
+    method, quantization = METHODS[name]
+    config = tiny_config(arch, variant)
+    text = config.get("text_config", config)
+    text |= {key: size for key, size in SIZES.items() if text.get(key)}
+    stored, plain = quantize_trunk(
+        tiny_tensors(arch, variant, config=config), method, text["num_hidden_layers"]
+    )
+    quantized = make_checkpoint(
+        parent / name, arch, variant, tensors=stored, config=config | {"quantization_config": quantization}
+    )
+    return quantized, make_checkpoint(parent / f"{name}-values", arch, variant, tensors=plain, config=config)

@@ -6,17 +6,21 @@ the same checkpoints where it reads the method.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import listing, make_checkpoint, tiny_config, tiny_tensors, write_json, write_safetensors
-from quantized import METHODS, bits, fp8_codes, quantize_trunk, scales
+from checkpoints import LOGITS_PROMPT, listing, write_json, write_safetensors
+from quantized import METHODS, bits, fp8_codes, make_quantized, scales
+from test_convert_peer import LISTINGS, assert_equal_tensors
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.checkpoint import open_checkpoint
-from llama_sidecar.converter.errors import BadShard, MissingShard, UnsupportedModel
+from llama_sidecar.converter.errors import BadShard, MissingShard, UnknownType, UnsupportedModel
+from llama_sidecar.converter.families import families
+from llama_sidecar.converter.kept import SCALED
 from llama_sidecar.converter.quantized import methods
 
 MATRIX = "model.layers.0.mlp.down_proj.weight"
@@ -44,34 +48,85 @@ def test_values_in_any_slice(name: str, tmp_path: Path) -> None:
             found = weight.rows(start, stop)
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, values[start:stop], rtol=2e-7)
-            assert len(weight.raw_rows(start, stop)) == stop - start
+            assert len(weight.raw_rows(start, stop)) == stop - start  # for the fingerprint
+
+
+@pytest.mark.parametrize(("arch", "variant"), [("qwen35", "tied"), ("deepseek2", "plain")])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_quantised_trunk_with_its_head_as_it_was(
+    name: str, arch: str, variant: str, tmp_path: Path
+) -> None:
+    """The pair equals that of the same values in F32; the head's tensors are those of the unquantised checkpoint."""
+    quantized, values = make_quantized(tmp_path, name, arch, variant)
+    found = convert(quantized, tmp_path / "found", "F32", "F32")
+    expected = convert(values, tmp_path / "expected", "F32", "F32")
+    assert found.main and found.sidecar and expected.main and expected.sidecar
+    assert not found.warnings
+    assert listing(found.sidecar)["tensors"] == listing(expected.sidecar)["tensors"]
+    ours, theirs = listing(found.main)["tensors"], listing(expected.main)["tensors"]
+    assert ours.keys() == theirs.keys()
+    if name != "nvfp4-pack-quantized":  # an inverse rounds
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_quantised_trunk_with_its_head_as_it_was(name: str, tmp_path: Path) -> None:
-    """The pair equals that of the same values in F32; the head's tensors are those of the unquantised checkpoint."""
-    config = tiny_config("qwen35", "tied") | {"intermediate_size": 128}
-    method, quantization = METHODS[name]
-    stored, plain = quantize_trunk(tiny_tensors("qwen35", "tied", config=config), method, 4)
-    assert (
-        sum(n.endswith("_proj.weight") for n in plain.keys() - stored.keys())
-        + sum(plain[n] is not stored[n] for n in plain.keys() & stored.keys())
-        >= 4 * 4
-    )
-    names = {"name": "tiny"}
-    quantised = make_checkpoint(
-        tmp_path / "q", tensors=stored, config=config | {"quantization_config": quantization}, **names
-    )
-    reference = make_checkpoint(tmp_path / "r", tensors=plain, config=config, **names)
-    found = convert(quantised, tmp_path / "found", "F32", "F32")
-    expected = convert(reference, tmp_path / "expected", "F32", "F32")
-    assert found.main and found.sidecar and expected.main and expected.sidecar
-    assert listing(found.sidecar)["tensors"] == listing(expected.sidecar)["tensors"]
-    ours, theirs = listing(found.main)["tensors"], listing(expected.main)["tensors"]
-    if name != "nvfp4-pack-quantized":  # an inverse rounds
-        assert ours == theirs
-    assert ours.keys() == theirs.keys()
-    assert not found.warnings
+def test_values_equal_the_peers(name: str, tmp_path: Path) -> None:
+    """Byte for byte; where the peer keeps NVFP4 whatever type is asked for, ours keeps it when asked for it."""
+    path = LISTINGS / f"quantized-{name}.json"
+    if not path.is_file():
+        pytest.skip("llama.cpp's converter does not read this method here")
+    quantized, _ = make_quantized(tmp_path, name)
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    main = convert(quantized, tmp_path / "out", "F32").main
+    assert main
+    ours = listing(main)["tensors"]
+    if not name.startswith("nvfp4"):
+        assert_equal_tensors(ours, theirs)
+        return
+    kept = convert(quantized, tmp_path / "kept", "NVFP4").main
+    assert kept
+    found = listing(kept)["tensors"]
+    assert found.keys() == theirs.keys()
+    n_kept = 0
+    for tensor, listed in theirs.items():
+        if listed.startswith("NVFP4") or tensor.endswith("scale"):
+            assert found[tensor] == listed
+            n_kept += listed.startswith("NVFP4")
+    assert n_kept == 4 * 3 + 4 + 3  # with those whose columns are in another order
+
+
+FIRST = [(arch, next(iter(family.TINY))) for arch, family in families().items()]
+
+
+@pytest.mark.parametrize(("arch", "variant"), FIRST, ids="-".join)
+@pytest.mark.parametrize(("name", "kind"), [("nvfp4-modelopt", "NVFP4"), ("mxfp4-blocks", "MXFP4")])
+def test_llama_cpp_computes_with_what_is_kept(
+    name: str, kind: str, arch: str, variant: str, tmp_path: Path
+) -> None:
+    """The same logits as with the same values at Q8_0: every factor that is written is applied."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    quantized, values = make_quantized(tmp_path, name, arch, variant)
+    if kind == "NVFP4" and families()[arch].ARCH not in SCALED:
+        with pytest.raises(UnknownType, match="nothing of this file"):
+            convert(quantized, tmp_path, kind)
+        return
+    logits = []
+    for checkpoint, type_name in ((quantized, kind), (values, "Q8_0")):
+        main = convert(checkpoint, tmp_path / type_name, type_name).main
+        exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+        model = llama_cpp.Llama(str(main), n_ctx=32, n_threads=1, logits_all=True, verbose=False, **exact)
+        model.eval(LOGITS_PROMPT)
+        logits.append(model.scores[len(LOGITS_PROMPT) - 1].copy())
+        model.close()
+    assert np.corrcoef(*logits)[0, 1] > 0.98, np.corrcoef(*logits)[0, 1]
+
+
+def test_a_type_in_which_nothing_is_stored(tmp_path: Path) -> None:
+    quantized, _ = make_quantized(tmp_path, "fp8-block")
+    with pytest.raises(
+        UnknownType, match="the type asked for is NVFP4, in which only what a checkpoint stores"
+    ):
+        convert(quantized, tmp_path / "out", "NVFP4")
 
 
 def test_experts_and_stacked_scales(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class Factor:
 class Fp4(Tensor):
     """Codes (..., n_cols / 2), scales (..., n_cols / `group`), and NVFP4's factor for the whole.
 
-    `input` is what the activations are to be scaled by, which a file that keeps the type can tell its reader.
+    `input` is what the activations are to be scaled by, which a file that keeps the type can tell its reader. `order` are
+    the groups of a row as `blocks` is to write them, None for as they are.
     """
 
     codes: Stored = field(repr=False)
@@ -56,6 +57,7 @@ class Fp4(Tensor):
     group: int
     factor: Factor | None = field(default=None, repr=False)
     input: Factor | None = field(default=None, repr=False)
+    order: tuple[int, ...] | None = field(default=None, repr=False)
 
     def raw_rows(self, start: int, stop: int) -> U8:
         return self.codes.raw_rows(start, stop)
@@ -77,6 +79,10 @@ class Fp4(Tensor):
         """The same codes and scales in ggml's order; the factor for the whole is not in them."""
         codes, scales = self.raw_rows(start, stop), self.scale.raw_rows(start, stop)
         n_groups, half = scales.shape[1], self.group // 2
+        if self.order is not None:
+            order = list(self.order)
+            codes = codes.reshape(stop - start, n_groups, half)[:, order].reshape(codes.shape)
+            scales = scales[:, order]
         pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(stop - start, n_groups, 2, half)
         packed = pairs[:, :, 0] | pairs[:, :, 1] << 4  # value j with value j + half
         per_block = NVFP4_BLOCK // self.group if self.dtype == "NVFP4" else 1

@@ -57,11 +57,13 @@ class Gptq(Tensor):
     recent: Recent = field(repr=False)
 
     def raw_rows(self, start: int, stop: int) -> U8:
-        words = self.recent.raw(self.qweight).view("<u4")[:, start:stop]
-        return np.ascontiguousarray(words.T).view(np.uint8)
+        """Rows of qweight, counted from its first again after its last: none of them is a row of the weight."""
+        stored = (row % self.qweight.n_rows for row in range(start, stop))
+        return np.concatenate([self.qweight.raw_rows(row, row + 1) for row in stored])
 
     def rows(self, start: int, stop: int) -> F32:
-        columns = unpack(self.raw_rows(start, stop).view("<u4"), self.n_bits)
+        words = self.recent.raw(self.qweight).view("<u4")[:, start:stop]
+        columns = unpack(np.ascontiguousarray(words.T), self.n_bits)
         values = columns.astype(np.float32)
         groups = self._groups()
         values -= self._zeros(start, stop).T[:, groups]

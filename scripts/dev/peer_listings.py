@@ -5,7 +5,8 @@
 PEER_CONVERT is a command `PEER_CONVERT CHECKPOINT OUT --pre NAME [converter's options]` that runs convert_hf_to_gguf.py
 with its pre-tokenizer table replaced by NAME (a self-made vocabulary is in no table). Each listing holds names, shapes,
 types and hashes of the tensors and all keys of both files, for one variant of one family and one type. Where the converter
-drops a family's head, its main file is made without a switch, and the sidecar's listing is null.
+drops a family's head, its main file is made without a switch, and the sidecar's listing is null. Of the quantised checkpoints of
+tests/quantized.py (--only quantized-METHOD) the main file's tensors at F32 are listed, for the methods that it reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import VARIANTS, listing, make_checkpoint  # noqa: E402
 from draft_checkpoints import DRAFTS, TARGET, make_draft, make_target  # noqa: E402
+from quantized import METHODS, make_quantized  # noqa: E402
 
 from llama_sidecar.converter.families import families  # noqa: E402
 
@@ -44,6 +46,10 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
         if only in (None, f"{name}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_draft(peer_convert, name, variant, Path(folder), out)
+    for method in METHODS:
+        if only in (None, f"quantized-{method}"):
+            with tempfile.TemporaryDirectory() as folder:
+                _list_quantized(peer_convert, method, Path(folder), out)
 
 
 def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out: Path) -> None:
@@ -63,9 +69,25 @@ def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out
             if run.returncode:
                 raise click.ClickException(f"{' '.join(map(str, run.args))}:\n{run.stderr}")
             found[role] = listing(target)
-        path = out / f"{arch}-{variant}-{kind}.json"
-        path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(path)
+        _write(out / f"{arch}-{variant}-{kind}.json", found)
+
+
+def _list_quantized(peer_convert: Path, method: str, folder: Path, out: Path) -> None:
+    checkpoint, _ = make_quantized(folder, method)
+    pre, target = families()["qwen35"].VOCABULARY.pre, folder / "main.gguf"
+    call = [peer_convert, checkpoint, target, "--pre", pre, "--outtype", "f32", SWITCHES["main"]]
+    run = subprocess.run(call, capture_output=True, text=True)
+    if "is not yet supported" in run.stderr:
+        print(f"{method}: {run.stderr.strip().splitlines()[-1]}")
+    elif run.returncode:
+        raise click.ClickException(f"{' '.join(map(str, call))}:\n{run.stderr}")
+    else:
+        _write(out / f"quantized-{method}.json", listing(target)["tensors"])
+
+
+def _write(path: Path, found: object) -> None:
+    path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(path)
 
 
 def _list_draft(peer_convert: Path, name: str, variant: str, folder: Path, out: Path) -> None:
