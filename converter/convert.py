@@ -133,7 +133,9 @@ class Wanted:
         main = main_recipe(main_type) if main_type else None
         importance = _importance(imatrix, main) if imatrix is not None else None
         needs_head = bool(sidecar_type or not main_type or draft_vocab is not None)
-        return cls(Path(out), main, sidecar_recipe(sidecar_type, may_keep=True), importance, needs_head, draft_vocab)
+        return cls(
+            Path(out), main, sidecar_recipe(sidecar_type, may_keep=True), importance, needs_head, draft_vocab
+        )
 
 
 def convert(
@@ -295,7 +297,9 @@ def plan_files(
         types = main.types(_shapes(parts), model_of(family.ARCH, keys), wanted.importance is not None)
         keys |= wanted.importance.keys() if wanted.importance else {}
         path = wanted.out / file_name(name, main.name)
-        files["main"] = FilePlan(path, main, keys, keep(plan(parts, tensors, types, wanted.importance), main, family.ARCH))
+        files["main"] = FilePlan(
+            path, main, keys, keep(plan(parts, tensors, types, wanted.importance), main, family.ARCH)
+        )
     cut = None
     if layout.head:
         sidecar = wanted.sidecar
@@ -303,7 +307,9 @@ def plan_files(
         parts = layout.shared + layout.head
         types = sidecar.types(_shapes(parts), model_of(family.ARCH, keys))
         path = wanted.out / file_name(name, sidecar.name, KINDS[KIND].prefix)
-        files["sidecar"] = FilePlan(path, sidecar, keys, keep(plan(parts, tensors, types), sidecar, family.ARCH))
+        files["sidecar"] = FilePlan(
+            path, sidecar, keys, keep(plan(parts, tensors, types), sidecar, family.ARCH)
+        )
         if wanted.draft_vocab is not None:
             _check_draft_vocab(wanted.draft_vocab, layout)
             cut = path.with_name(compact.file_name(path, wanted.draft_vocab))
