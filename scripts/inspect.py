@@ -17,7 +17,7 @@ from llama_sidecar.runtime.llm import AUTO_DEPTH
 from llama_sidecar.runtime.placement import default_threads
 from llama_sidecar.sidecars import KINDS, read_model
 from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
-from llama_sidecar.sidecars.inspection import Report, inspect
+from llama_sidecar.sidecars.inspection import Origin, Report, inspect
 
 from ._console import tables
 
@@ -29,7 +29,8 @@ def command(file: Path, as_json: bool) -> None:
     """Say what FILE is (a main model or a sidecar) and which files beside it belong to it.
 
     Reads headers only, so it is quick for any size. Sure matches are "verified" (made from the same checkpoint) or
-    "same trunk, unverified"; "unverified" means that nothing contradicts, as with files made by other converters.
+    "same trunk, unverified"; a grafted head is "same family, unverified"; "unverified" alone means that nothing contradicts, as with
+    files made by other converters. Of a head that was grafted or requantised it says from what.
     """
     report = inspect(file)
     kernels = _kernels(report)
@@ -65,6 +66,22 @@ def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "trunk layers", "any" if report.n_layers is None else str(report.n_layers)
     yield "vocabulary", f"{report.n_vocab:,} tokens"
     yield "fingerprint", f"trunk {_short(report.trunk)}, source rows {_short(report.rows)}"
+    if report.origin:
+        yield from _origin_rows(report.origin)
+
+
+def _origin_rows(origin: Origin) -> Iterator[tuple[str, str]]:
+    if origin.match:
+        yield "head inside", origin.match
+    if origin.grafted_from is not None:
+        trunk = (
+            f"with trunk {_short(origin.grafted_from)}"
+            if origin.grafted_from
+            else "with a trunk that is not known"
+        )
+        yield "head grafted", f"trained {trunk}, another of the same family: unverified"
+    if origin.requantised:
+        yield "head requantised", ", then ".join(origin.requantised)
 
 
 def _what_it_is(report: Report) -> str:

@@ -12,9 +12,17 @@ from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.discover import Candidate, main_paths, survey
 from llama_sidecar.sidecars.errors import LlamaSidecarError, NotAMain, NotAModel, PairMismatch
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
-from llama_sidecar.sidecars.pair import check_pair
+from llama_sidecar.sidecars.pair import SAME_FAMILY, SAME_TRUNK, UNVERIFIED, VERIFIED, check_pair
 from llama_sidecar.sidecars.shards import read_model
-from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, identify, open_main, open_sidecar
+from llama_sidecar.sidecars.sidecar import (
+    MainFile,
+    Sidecar,
+    head_fingerprints,
+    identify,
+    open_main,
+    open_sidecar,
+    own_fingerprint,
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,25 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a file's head comes from, as far as its keys say.
+
+    `grafted_from` is the fingerprint of the trunk it was trained with before it was grafted, empty where that is not known, None for
+    a head that was not; `requantised` the types that its values went through; `match`, of a head inside a main file, how sure it is
+    that the two belong together (a status of pair.py; a sidecar's depends on the main file beside it).
+    """
+
+    grafted_from: str | None
+    requantised: list[str]
+    match: str | None
+
+
+@dataclass(frozen=True)
 class Report:
-    """All that `inspect` shows. Sizes in bytes; `n_layers` counts the trunk's; `trunk` and `rows` are fingerprints."""
+    """All that `inspect` shows. Sizes in bytes; `n_layers` counts the trunk's; `trunk` and `rows` are fingerprints.
+
+    `origin` is None where there is no head.
+    """
 
     path: Path
     role: str
@@ -56,6 +81,7 @@ class Report:
     n_vocab: int
     trunk: str | None
     rows: str | None
+    origin: Origin | None
     neighbours: list[Neighbour]
 
     def to_json(self) -> dict[str, Any]:
@@ -142,8 +168,28 @@ def _report(
         n_vocab=len(file.tokens),
         trunk=file.trunk,
         rows=file.rows,
+        origin=_origin(file) if kind else None,
         neighbours=beside,
     )
+
+
+def _origin(file: MainFile | Sidecar) -> Origin:
+    header = file.header
+    grafted = keys.GRAFT_TRUNK in header.keys
+    return Origin(
+        grafted_from=own_fingerprint(header, keys.GRAFT_TRUNK, None) or "" if grafted else None,
+        requantised=list(header.strings(keys.REQUANT_FROM)) if keys.REQUANT_FROM in header.keys else [],
+        match=_match_inside(file, grafted) if isinstance(file, MainFile) else None,
+    )
+
+
+def _match_inside(main: MainFile, grafted: bool) -> str:
+    trunk, rows = head_fingerprints(main)
+    if trunk is None or trunk != main.trunk or (rows is not None and rows != main.rows):
+        return UNVERIFIED
+    if grafted:
+        return SAME_FAMILY
+    return SAME_TRUNK if rows is None else VERIFIED
 
 
 def _types(header: GGUFHeader) -> list[TypeUse]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import tiny_gguf
+from checkpoints import make_checkpoint, tiny_tensors
 from click.testing import CliRunner
 
+from llama_sidecar.converter import convert, graft, merge, requant
 from llama_sidecar.scripts.inspect import command
 from llama_sidecar.sidecars import errors, open_main
 from llama_sidecar.sidecars.keys import FINGERPRINT_ROWS, FINGERPRINT_TRUNK, NAME
@@ -124,3 +126,35 @@ def test_a_file_that_is_no_gguf_is_one_line(content: bytes | None, tmp_path: Pat
     result = CliRunner().invoke(command, [str(path)])
     assert isinstance(result.exception, errors.LlamaSidecarError) and "\n" not in str(result.exception)
     assert result.exit_code != 0 and result.output == ""
+
+
+def test_where_a_head_comes_from_is_told(tmp_path: Path) -> None:
+    """As converted, requantised, grafted, and inside a main file: each says what became of the head, and how sure the match is."""
+    base = convert(make_checkpoint(tmp_path, name="base"), tmp_path / "base-gguf")
+    tensors = tiny_tensors("qwen35", "tied")
+    tuned = {n: -t if "mlp" in n and not n.startswith("mtp.") else t for n, t in tensors.items()}
+    other = convert(make_checkpoint(tmp_path, name="tuned", tensors=tuned), tmp_path / "tuned-gguf")
+    assert base.main and base.sidecar and other.main
+    narrow = requant(base.sidecar, tmp_path / "narrow", "Q4_0").sidecar
+    grafted = graft(narrow, other.main, tmp_path / "grafted").sidecar if narrow else None
+    assert narrow and grafted
+    inside = merge(other.main, grafted, tmp_path / "inside.gguf").main
+    whole = merge(base.main, base.sidecar, tmp_path / "whole.gguf").main
+    assert inside and whole
+
+    trunk = inspect_json(base.sidecar)["fingerprint"]["trunk"]
+    found = [
+        inspect_json(path)["origin"] for path in (base.sidecar, narrow, grafted, inside, whole, base.main)
+    ]
+    steps = ["Q8_0 -> Q4_0"]
+    assert found == [
+        {"grafted_from": None, "requantised": [], "match": None},
+        {"grafted_from": None, "requantised": steps, "match": None},
+        {"grafted_from": trunk, "requantised": steps, "match": None},
+        {"grafted_from": trunk, "requantised": steps, "match": "same family, unverified"},
+        {"grafted_from": None, "requantised": [], "match": "verified"},
+        None,
+    ]
+    shown = CliRunner().invoke(command, [str(inside)], env={"COLUMNS": "200"}).output
+    for text in (trunk[:16], "same family, unverified", "head grafted", "head requantised  Q8_0 -> Q4_0"):
+        assert text in shown
