@@ -48,7 +48,8 @@ struct Starts {
     bool halves;
 };
 
-// A prepared row of bytes: packs of {four vectors, scale of each lane, starts}, then the sums of 8 blocks per super-block.
+// A prepared row of bytes: packs of {four vectors, scale of each lane, starts}, then (with `halves`, which the types with
+// minima use) the sums of 8 blocks per super-block.
 template <class I, int offset, bool halves>
 struct Quantised {
     static constexpr size_t vector_bytes = 4 * I::lanes, n_starts = offset == 0 ? 0 : halves ? 2 : 1;
@@ -57,71 +58,83 @@ struct Quantised {
 
     static size_t n_packs(size_t n_in) { return ceil_div(n_in / k_block, pack_blocks); }
     static size_t sums_offset(size_t n_in) { return n_packs(n_in) * pack_bytes; }
-    static size_t n_bytes(size_t n_in) { return round_up(sums_offset(n_in) + 4 * round_up(n_in / k_block, 8), 64); }
+    static size_t n_bytes(size_t n_in) {
+        return round_up(sums_offset(n_in) + (halves ? 4 * round_up(n_in / k_block, 8) : 0), 64);
+    }
 
-    // Eight values at a time, on whatever vectors the instruction set has.
-    using Eight = float __attribute__((vector_size(32)));
-    using EightInts = int32_t __attribute__((vector_size(32)));
-    using EightBytes = int8_t __attribute__((vector_size(8)));
-
-    // Each block of 32 values becomes bytes -127 .. 127 and an F32 scale. Values that are not finite stay visible: they
-    // make the block's scale NaN or infinite.
     static void prepare(const float * x, size_t n_in, uint8_t * prepared) {
         const size_t n_blocks = n_in / k_block, last = (n_packs(n_in) - 1) * pack_bytes;
         memset(prepared + last, 0, n_bytes(n_in) - last);
-        float * sums = reinterpret_cast<float *>(prepared + sums_offset(n_in));
-        for (size_t i = 0; i < n_blocks; ++i) {
-            const size_t in_pack = i % pack_blocks, lane = in_pack % I::group * 4 + in_pack / I::group * 2;
-            sums[i] = quantise(x + i * k_block, prepared + i / pack_blocks * pack_bytes + 4 * lane);
+        for (size_t i = 0; i < n_blocks; ++i) quantise(x + i * k_block, lanes_of(i, prepared));
+        for (size_t i = 0; i < n_packs(n_in); ++i) add_starts(prepared + i * pack_bytes);
+        if constexpr (halves) {
+            float * sums = reinterpret_cast<float *>(prepared + sums_offset(n_in));
+            for (size_t i = 0; i < n_blocks; ++i) sums[i] = sum_of(lanes_of(i, prepared));
         }
     }
 
-    // Writes one block where its lanes begin in its pack, and returns the sum of its values.
-    static SMALLBATCH_INLINE float quantise(const float * x, uint8_t * lanes) {
-        Eight values[4];
-        memcpy(values, x, sizeof values);
-        EightInts largest_of = {};  // magnitudes order as integers, NaN above all
+    // Where the two lanes of block i begin.
+    static SMALLBATCH_INLINE uint8_t * lanes_of(size_t i, uint8_t * prepared) {
+        const size_t in_pack = i % pack_blocks, lane = in_pack % I::group * 4 + in_pack / I::group * 2;
+        return prepared + i / pack_blocks * pack_bytes + 4 * lane;
+    }
+
+    // Eight values at a time, on whatever vectors the instruction set has.
+    using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+    using EightInts = int32_t __attribute__((vector_size(32)));
+
+    // Each block of 32 values becomes bytes -127 .. 127 and an F32 scale. Values that are not finite stay visible: they
+    // make the block's scale NaN or infinite.
+    static SMALLBATCH_INLINE void quantise(const float * x, uint8_t * lanes) {
+        const Eight * values = reinterpret_cast<const Eight *>(x);
+        EightInts magnitudes = {};  // they order as integers, NaN above all
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
             const EightInts magnitude = EightInts(values[v]) & 0x7fffffff;
-            largest_of = magnitude > largest_of ? magnitude : largest_of;
+            magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
         }
-        int32_t largest_bits = 0;
-        for (int j = 0; j < 8; ++j) largest_bits = largest_of[j] > largest_bits ? largest_of[j] : largest_bits;
+        int32_t m[8];
+        memcpy(m, &magnitudes, sizeof m);
+#pragma GCC unroll 3
+        for (int n = 4; n > 0; n /= 2) {
+#pragma GCC unroll 4
+            for (int j = 0; j < n; ++j) m[j] = m[j] > m[j + n] ? m[j] : m[j + n];
+        }
         float largest;
-        memcpy(&largest, &largest_bits, sizeof largest);
+        memcpy(&largest, m, sizeof largest);
         const float inverse = largest < 1e-36f ? 0.0f : 127.0f / largest;  // below it 127 / largest would overflow
-        EightInts half_sums[2] = {};
 #pragma GCC unroll 4
         for (int v = 0; v < 4; ++v) {
             const Eight rounded = values[v] * inverse + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
-            const EightInts integers = EightInts(rounded) << 24 >> 24;
-            const EightBytes q = __builtin_convertvector(integers, EightBytes);
-            memcpy(lanes + v * vector_bytes, &q, sizeof q);
-            half_sums[v / 2] += integers;
+            I::store_low_bytes(lanes + v * vector_bytes, EightInts(rounded));
         }
         const float scale = inverse == 0.0f ? largest * 0.0f : largest / 127.0f;
         const float scales[2] = {scale, scale};
         memcpy(lanes + scales_at, scales, sizeof scales);
-        int32_t sums[2][2];  // of each half's values, in the block's two lanes
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-            const EightInts s = half_sums[h];
-            sums[h][0] = (s[0] + s[1]) + (s[2] + s[3]);
-            sums[h][1] = (s[4] + s[5]) + (s[6] + s[7]);
+    }
+
+    static SMALLBATCH_INLINE void add_starts(uint8_t * pack) {
+        const auto weights = I::fill(uint8_t(offset));
+        const auto minus_sum = [&](size_t first, size_t n) SMALLBATCH_LAMBDA {
+            auto sum = I::no_ints();
+            for (size_t v = first; v < first + n; ++v) sum = I::dot(sum, pack + v * vector_bytes, weights);
+            return I::negative(sum);
+        };
+        if constexpr (n_starts == 1) I::store_ints(pack + starts_at, minus_sum(0, 4));
+        if constexpr (n_starts == 2) {
+            I::store_ints(pack + starts_at, minus_sum(0, 2));
+            I::store_ints(pack + starts_at + vector_bytes, minus_sum(2, 2));
         }
-        const int32_t both[2] = {sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]};
-        if constexpr (n_starts == 1) {
-            const int32_t start[2] = {-offset * both[0], -offset * both[1]};
-            memcpy(lanes + starts_at, start, sizeof start);
-        } else if constexpr (n_starts == 2) {
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; ++h) {
-                const int32_t start[2] = {-offset * sums[h][0], -offset * sums[h][1]};
-                memcpy(lanes + starts_at + h * vector_bytes, start, sizeof start);
-            }
-        }
-        return scale * float(both[0] + both[1]);
+    }
+
+    // The sum of a block's values, from its starts.
+    static SMALLBATCH_INLINE float sum_of(const uint8_t * lanes) {
+        int32_t first[2], second[2];
+        float scale;
+        memcpy(first, lanes + starts_at, sizeof first);
+        memcpy(second, lanes + starts_at + vector_bytes, sizeof second);
+        memcpy(&scale, lanes + scales_at, sizeof scale);
+        return scale * float(((first[0] + first[1]) + (second[0] + second[1])) / -offset);
     }
 };
 

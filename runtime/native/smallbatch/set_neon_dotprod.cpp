@@ -68,6 +68,15 @@ struct NeonDotprod {
 
     static SMALLBATCH_INLINE bytes from_signed(bytes w) { return w; }
     static SMALLBATCH_INLINE ints no_ints() { return vdupq_n_s32(0); }
+    static SMALLBATCH_INLINE bytes fill(uint8_t n) { return vdupq_n_u8(n); }
+    static SMALLBATCH_INLINE ints negative(ints x) { return vnegq_s32(x); }
+    static SMALLBATCH_INLINE void store_ints(uint8_t * p, ints x) { vst1q_u8(p, vreinterpretq_u8_s32(x)); }
+    template <class EightInts>
+    static SMALLBATCH_INLINE void store_low_bytes(uint8_t * p, const EightInts & x) {
+        using EightBytes = uint8_t __attribute__((vector_size(8)));
+        const EightBytes bytes = __builtin_convertvector(x, EightBytes);
+        memcpy(p, &bytes, sizeof bytes);
+    }
     static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
     static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes codes) {  // codes are below 128
         return vdotq_s32(sum, vreinterpretq_s8_u8(vld1q_u8(x)), vreinterpretq_s8_u8(codes));

@@ -98,6 +98,16 @@ struct Portable {
     // Sums of four products of bytes, x (in memory) times codes or signed weights.
     static bytes from_signed(const bytes & w) { return w; }
     static ints no_ints() { return {}; }
+    static bytes fill(uint8_t n) {
+        return map(bytes{}, [n](uint8_t, int) { return n; });
+    }
+    static ints negative(const ints & x) { return {{-x.v[0], -x.v[1], -x.v[2], -x.v[3]}}; }
+    static void store_ints(uint8_t * p, const ints & x) { memcpy(p, x.v, sizeof x.v); }
+    // The lowest byte of each.
+    template <class EightInts>
+    static SMALLBATCH_INLINE void store_low_bytes(uint8_t * p, const EightInts & x) {
+        for (int i = 0; i < 8; ++i) p[i] = uint8_t(x[i]);
+    }
     static ints load_ints(const uint8_t * p) {
         ints result;
         memcpy(result.v, p, sizeof result.v);

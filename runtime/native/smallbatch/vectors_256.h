@@ -58,6 +58,11 @@ struct Vectors256 : VectorsX86 {
     static SMALLBATCH_INLINE bytes look_up(bytes table, bytes x) { return _mm256_shuffle_epi8(table, x); }
 
     static SMALLBATCH_INLINE ints no_ints() { return _mm256_setzero_si256(); }
+    static SMALLBATCH_INLINE bytes fill(uint8_t n) { return _mm256_set1_epi8(char(n)); }
+    static SMALLBATCH_INLINE ints negative(ints x) { return _mm256_sub_epi32(_mm256_setzero_si256(), x); }
+    static SMALLBATCH_INLINE void store_ints(uint8_t * p, ints x) {
+        _mm256_store_si256(reinterpret_cast<__m256i *>(p), x);
+    }
     static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) {
         return _mm256_load_si256(reinterpret_cast<const __m256i *>(p));
     }

@@ -73,6 +73,9 @@ struct Vectors512 : VectorsX86 {
     static SMALLBATCH_INLINE bytes look_up(bytes table, bytes x) { return _mm512_shuffle_epi8(table, x); }
 
     static SMALLBATCH_INLINE ints no_ints() { return _mm512_setzero_si512(); }
+    static SMALLBATCH_INLINE bytes fill(uint8_t n) { return _mm512_set1_epi8(char(n)); }
+    static SMALLBATCH_INLINE ints negative(ints x) { return _mm512_sub_epi32(_mm512_setzero_si512(), x); }
+    static SMALLBATCH_INLINE void store_ints(uint8_t * p, ints x) { _mm512_store_si512(p, x); }
     static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) { return _mm512_load_si512(p); }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return _mm512_load_ps(p); }

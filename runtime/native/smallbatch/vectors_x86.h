@@ -45,6 +45,12 @@ struct VectorsX86 {
         const __m128 ac = _mm256_castps256_ps128(sums), bd = _mm256_extractf128_ps(sums, 1);
         return _mm_add_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
     }
+    template <class EightInts>
+    static SMALLBATCH_INLINE void store_low_bytes(uint8_t * p, const EightInts & x) {
+        const __m256i fours = _mm256_shuffle_epi8(__m256i(x), _mm256_set1_epi32(0x0c080400));
+        const __m128i eight = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i *>(p), eight);
+    }
     static SMALLBATCH_INLINE __m128 subtract4(__m128 x, __m128 y) { return _mm_sub_ps(x, y); }
     static SMALLBATCH_INLINE void store4(float * p, __m128 x) { _mm_storeu_ps(p, x); }
 
