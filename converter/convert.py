@@ -7,7 +7,7 @@ of any step's inside.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from llama_sidecar.converter.borrowed import origin_keys, with_head_of
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
 from llama_sidecar.converter.config import Config, Key
 from llama_sidecar.converter.drafts import Draft, draft_of
@@ -145,6 +146,7 @@ def convert(
     sidecar_type: str | None = None,
     *,
     target: str | Path | None = None,
+    mtp_from: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
     name: str | None = None,
@@ -159,7 +161,8 @@ def convert(
     are beside Q8_0. `sidecar_type` is one of the same; without it the sidecar is Q8_0 with the vocabulary's matrices
     at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
     merge order, are written as a compact sidecar besides. `target` is the model, as a checkpoint or a main GGUF, that a
-    stand-alone drafter (EAGLE3) drafts for: then the sidecar alone is written. `imatrix` is a file of llama-imatrix that weighs
+    stand-alone drafter (EAGLE3) drafts for: then the sidecar alone is written. `mtp_from` is the checkpoint to take the head
+    from where this one lost it, its base model. `imatrix` is a file of llama-imatrix that weighs
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
@@ -170,12 +173,12 @@ def convert(
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
     """
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
-    with open_checkpoint(checkpoint) as opened:
+    with open_checkpoint(checkpoint) as opened, ExitStack() as others:
         draft = draft_of(opened.config)
         if draft is not None:
-            if imatrix is not None or draft_vocab is not None:
+            if imatrix is not None or draft_vocab is not None or mtp_from is not None:
                 raise NoTarget(
-                    f"{opened.folder} is a drafter's checkpoint: no main file and no compact sidecar is made of it"
+                    f"{opened.folder} is a drafter's checkpoint: no main file and no compact sidecar is made of it, nor has it a head"
                 )
             return _convert_draft(opened, draft, target, Path(out), sidecar_type, name, force, progress)
         if target is not None:
@@ -184,6 +187,9 @@ def convert(
             )
         family = family_of(opened.config)
         tensors = canonical_tensors(opened.tensors, family)
+        base = others.enter_context(open_checkpoint(mtp_from)) if mtp_from is not None else None
+        if base:
+            tensors = with_head_of(base, opened, family, tensors)
         layout = family.layout(opened.config, tensors.keys())
         account(layout, tensors)
         if not layout.head and wanted.needs_head:
@@ -199,6 +205,9 @@ def convert(
         n_threads = opened.place.reading.n_threads
         common |= fingerprint_keys(layout, tensors, opened.config, common[published.TOKENS], n_threads)
         source = _source(opened, imatrix)
+        if base:
+            files["sidecar"].keys.update(origin_keys(base, family, common, n_threads))
+            source += "\n".join(["", str(base.place), *base.place.meter.versions])
         whole = {
             role: GGUFFile(
                 file.path, file_header(file, opened, family.ARCH, common, name), file.tensors, source

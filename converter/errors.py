@@ -60,6 +60,10 @@ class NoTarget(ConversionError):
     """A stand-alone drafter was given without the model it drafts for, or such a model where nothing drafts for another."""
 
 
+class HeadMismatch(ConversionError):
+    """The checkpoint that a head is to be taken from is another model's, or the one to convert has a head."""
+
+
 class UnknownType(ConversionError):
     """The type asked for is not one the converter writes."""
 

@@ -53,6 +53,11 @@ NONE = "none"
     "written.",
 )
 @click.option(
+    "--mtp-from",
+    metavar="CHECKPOINT",
+    help="Take the draft head from this checkpoint, the base model of a quantised or fine-tuned one that lost it.",
+)
+@click.option(
     "--draft-vocab",
     type=int,
     metavar="N",
@@ -94,6 +99,7 @@ def command(
     sidecar_only: bool,
     sidecar_type: str | None,
     target: str | None,
+    mtp_from: str | None,
     draft_vocab: int | None,
     imatrix: Path | None,
     name: str | None,
@@ -121,6 +127,8 @@ def command(
     main = None if sidecar_only or main_type == NONE else main_type or "Q8_0"
     options: dict[str, Any] = {"draft_vocab": draft_vocab, "imatrix": imatrix, "name": name}
     if dry_run:
+        if mtp_from is not None:
+            raise click.UsageError("--dry-run tells of one checkpoint: leave --mtp-from out")
         if target is not None:
             raise click.UsageError(
                 "--dry-run is of models with a head inside, not of drafters that have a --target"
@@ -133,7 +141,15 @@ def command(
         raise click.UsageError("--ctx and --acceptance say what --dry-run shows: nothing of them is written")
     with progress_bar("reading the checkpoint") as show:
         result = convert(
-            checkpoint, out, main, sidecar_type, **options, target=target, force=force, progress=show
+            checkpoint,
+            out,
+            main,
+            sidecar_type,
+            **options,
+            target=target,
+            mtp_from=mtp_from,
+            force=force,
+            progress=show,
         )
     for warning in result.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)

@@ -511,6 +511,8 @@ def _origin(source: Sidecar | MainFile) -> Iterator[tuple[str, str | list[str]]]
         yield keys.GRAFT_TRUNK, own_fingerprint(source.header, keys.GRAFT_TRUNK, None) or ""
     if keys.REQUANT_FROM in source.header.keys and (steps := list(source.header.strings(keys.REQUANT_FROM))):
         yield keys.REQUANT_FROM, steps
+    if origin := source.header.string(keys.MTP_FROM, default=""):
+        yield keys.MTP_FROM, origin
 
 
 def _write_data(

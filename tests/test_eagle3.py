@@ -111,7 +111,9 @@ def test_a_drafter_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
     main: Path, n_prompt: int, tmp_path: Path
 ) -> None:
     prompt, seen = (PROMPT * 4)[:n_prompt], []
-    sidecar = drafts.write_eagle3(tmp_path)  # of full random weights: its drafts depend on all that came before
+    sidecar = drafts.write_eagle3(
+        tmp_path
+    )  # of full random weights: its drafts depend on all that came before
     with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
         for catches_up in (False, True):
             with model.session() as session:
