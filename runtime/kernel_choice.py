@@ -33,6 +33,9 @@ CLEAR_GAIN = 1.25  # in a trial: a decode has more between its products, which c
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
 MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
 REPEATS = 6
+MAX_SCORE_BYTES = (
+    512 << 20
+)  # of a batch's attention scores over a whole context, which only flash attention does without
 SCHEMA = 1
 _WHOLE_VOCABULARY = (
     "token_embd.weight",
@@ -159,6 +162,35 @@ def recall(header: GGUFHeader, *, max_rows: int, threads: int) -> tuple[Trial, .
     known = _recall(_key(threads, repacked=True))
     names = [_named(t, shape, n, _n_rows(max_rows)) for t, (shape, n) in typical_shapes(header).items()]
     return tuple(known[name] for name in names if name in known)
+
+
+def flash_attention(
+    wanted: str, choice: Choice, header: GGUFHeader, *, n_ctx: int, batch: int, cache_type_v: str
+) -> str:
+    """Flash attention for the target: what is wanted, but "off" for "auto" where our kernels compute.
+
+    Without it the products inside attention are ours too. Rows are then equal to the bit at every width however long the
+    context is, which llama.cpp's flash attention with F16 keys and values is not beyond 256 cells, and several rows are
+    faster. It stays on where llama.cpp needs it (a quantised V cache) and where a batch's scores would take too much memory.
+
+    Args:
+        wanted: "auto", "on" or "off".
+        choice: the kernels chosen.
+        header: the main file's.
+        n_ctx: cells of the context.
+        batch: tokens decoded at once.
+        cache_type_v: type of the KV cache's values.
+
+    Example:
+        >>> flash_attention("on", Choice(frozenset(), "it was asked for"), header, n_ctx=8192, batch=512,
+        ...                 cache_type_v="f16")                                  # doctest: +SKIP
+        'on'
+    """
+    n_heads = header.keys.get(f"{header.arch}.attention.head_count", 0)
+    most = max(n_heads, default=0) if isinstance(n_heads, list) else int(n_heads)
+    fits = 4 * most * n_ctx * min(batch, n_ctx) <= MAX_SCORE_BYTES
+    exact = choice.ours and cache_type_v.lower() in ("f16", "bf16", "f32") and fits
+    return "off" if wanted.lower() == "auto" and exact else wanted
 
 
 def _n_rows(max_rows: int) -> tuple[int, ...]:

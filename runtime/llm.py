@@ -100,7 +100,7 @@ def load(
         threads: CPU threads (default: the physical cores).
         ctx: context length in tokens (default: the smaller of the model's own and 8,192).
         batch: prompt tokens per decode.
-        flash_attn: "auto", "on" or "off".
+        flash_attn: "auto", "on" or "off"; "auto" is "off" where our kernels compute, whose rows are then equal at any length.
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
         kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
@@ -273,6 +273,15 @@ class Model:
             gpu_layers=self.gpu_layers,
             repacked=repacks(),
         )
+        flash_attn = kernel_choice.flash_attention(
+            settings.flash_attn,
+            self.kernels,
+            main.header,
+            n_ctx=self.n_ctx,
+            batch=settings.batch,
+            cache_type_v=settings.cache_type_v,
+        )
+        self.settings = replace(settings, flash_attn=flash_attn)
         self.weights = Weights(
             main.path,
             with_head=embedded,

@@ -151,3 +151,39 @@ def test_inspect_shows_what_is_remembered(pair_of: PairOf, trials: list[dict[str
     choose("auto", [read_model(path)], max_rows=5, threads=default_threads())
     assert json.loads(shown("--json"))["kernels"]["Q8_0"] == {"set": kernel_set, "ours_gains": 2.0}
     assert f"{kernel_set}, 2.0 times as fast" in shown()
+
+
+OURS, STOCK = kernel_choice.Choice(frozenset({T.Q8_0}), "test"), kernel_choice.Choice(frozenset(), "test")
+
+
+@pytest.mark.parametrize(
+    "wanted, choice, changes, expected",
+    [
+        ("auto", OURS, {}, "off"),
+        ("auto", STOCK, {}, "auto"),
+        ("on", OURS, {}, "on"),
+        ("off", STOCK, {}, "off"),
+        ("auto", OURS, {"cache_type_v": "q8_0"}, "auto"),
+        ("auto", OURS, {"cache_type_v": "BF16"}, "off"),
+        ("auto", OURS, {"n_ctx": 1 << 22}, "auto"),
+    ],
+)
+def test_flash_attention_is_off_where_our_kernels_compute(
+    wanted: str, choice: kernel_choice.Choice, changes: dict[str, Any], expected: str, header: GGUFHeader
+) -> None:
+    settings = {"n_ctx": 512, "batch": 512, "cache_type_v": "f16"} | changes
+    assert kernel_choice.flash_attention(wanted, choice, header, **settings) == expected
+
+
+def test_text_of_our_kernels_is_equal_at_any_length_as_it_comes(pair_of: PairOf) -> None:
+    """Past 256 cells, where llama.cpp's flash attention computes one row otherwise than several."""
+    made = pair_of("T", "Q8_0")
+    with load(made.main, made.sidecar, kernels="ours", threads=2, ctx=512) as model:
+        assert model.settings.flash_attn == "off"
+        texts = []
+        for depth in (0, 3):
+            with model.session(depth=depth) as session:
+                generation = session.generate("The quick brown fox " * 15, max_tokens=48, temperature=0)
+                generation.read()
+                texts.append(generation.tokens)
+        assert texts[0] == texts[1]
