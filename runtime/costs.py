@@ -222,7 +222,7 @@ def costs_key(model: Model) -> str:
 
     Files count by the shapes and types of their tensors: another quantisation is another key, another fine-tune is not.
     """
-    from .provenance import backend, library, machine  # it imports llm.py, which may import this
+    from .provenance import backend, library, machine, native  # it imports llm.py, which may import this
 
     settings = model.settings
     head = model.head_weights.path
@@ -230,6 +230,7 @@ def costs_key(model: Model) -> str:
         "machine": machine(),
         "backend": backend(model),
         "library": library(),
+        "native": native(),
         "openmp": [os.environ.get(name) for name in OPENMP],
         "main": _shapes(model.main.header),
         "kind": model.kind,

@@ -244,11 +244,12 @@ def _named(type: Type, shape: tuple[int, int], n_bytes: int, n_rows: tuple[int, 
 def _key(threads: int, repacked: bool) -> str:
     """What trials depend on besides types and shapes, as 32 hex digits."""
     from .costs import OPENMP
-    from .provenance import library, machine  # both import llm.py, which imports this
+    from .provenance import library, machine, native  # both import llm.py, which imports this
 
     facts = {
         "machine": machine(),
         "library": library(),
+        "native": native(),
         "openmp": [os.environ.get(name) for name in OPENMP],
         "sets": {t.name: kernels.kernel_set(t) for t in kernels.types()},
         "threads": threads,

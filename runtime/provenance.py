@@ -6,6 +6,7 @@ Reads what the system and the files say of themselves; measures nothing.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import Any
 
 from llama_sidecar.sidecars import GGUFHeader, read_model
 
-from . import placement
+from . import _native, placement
 from .library import llama
 from .llm import Model
 
@@ -104,6 +105,12 @@ def library() -> dict[str, str]:
         built_from = "unknown"
     system_info = " ".join(llama().llama_print_system_info().decode().split())
     return {"llama_cpp_python": llama_cpp.__version__, "commit": built_from, "system_info": system_info}
+
+
+@functools.cache
+def native() -> str:
+    """A hash of this project's own native code: another build may take another time."""
+    return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
 
 
 def file_facts(header: GGUFHeader) -> dict[str, Any]:
