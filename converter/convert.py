@@ -161,7 +161,7 @@ def convert(
     are beside Q8_0. `sidecar_type` is one of the same; without it the sidecar is Q8_0 with the vocabulary's matrices
     at Q4_0, and a checkpoint without a head is converted all the same. `draft_vocab` rows of its vocabulary, the first in
     merge order, are written as a compact sidecar besides. `target` is the model, as a checkpoint or a main GGUF, that a
-    stand-alone drafter (EAGLE3) drafts for: then the sidecar alone is written. `mtp_from` is the checkpoint to take the head
+    stand-alone drafter (EAGLE3, DFlash, DSpark) drafts for: then the sidecar alone is written. `mtp_from` is the checkpoint to take the head
     from where this one lost it, its base model. `imatrix` is a file of llama-imatrix that weighs
     the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.

@@ -49,7 +49,7 @@ NONE = "none"
 @click.option(
     "--target",
     metavar="MODEL",
-    help="For a drafter's own checkpoint (EAGLE3): the model it drafts for, a checkpoint or a main GGUF. Then the sidecar alone is "
+    help="For a drafter's own checkpoint (EAGLE3, DFlash, DSpark): the model it drafts for, a checkpoint or a main GGUF. Then the sidecar alone is "
     "written.",
 )
 @click.option(

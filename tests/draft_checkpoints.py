@@ -34,7 +34,7 @@ def tiny_tensors(name: str, variant: str, target: Target, dtype: str = "BF16") -
     placements, _ = draft.layout(config, optional, target)
     sources = dict.fromkeys(source for placement in placements for source in placement.sources)
     tensors = {s.name: random_values(s.name, s.shape).astype(DTYPES[dtype]) for s in sources}
-    block = "layers.0." if "speculators" in variant else "midlayer."
+    block = "layers.0." if "speculators" in variant else "midlayer."  # EAGLE3's
     tensors = {n.replace("block.", block, 1) if n.startswith("block.") else n: t for n, t in tensors.items()}
     n = draft.d2t(config)
     if n is not None:  # the token of row i is 4 i + 2

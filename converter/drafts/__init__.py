@@ -8,9 +8,10 @@ converted with `--target`. A module holds
     CLASSES         the Hugging Face classes it converts
     TINY            name of a variant -> (config.json, optional tensors it has): random checkpoints for the tests
     prepared(config)              the configuration without what differs between exports
-    canonical(name)               a tensor's name without what differs between exports; "" for one that is dropped
+    canonical(name, config)       a tensor's name without what differs between exports; "" for one that is dropped
     keys(config, names, target)   the GGUF keys, the vocabulary's apart
     layout(config, names, target) what becomes of the checkpoint's tensors: placements, and warnings
+    REFUSED                       name of a file that it may come with and that cannot be converted -> what is in it
     d2t(config)                   how many tokens it drafts where they are some of the main model's (`d2t` says which), else None
 
 A module whose name begins with an underscore holds what several share. This file knows no architecture.
@@ -35,10 +36,11 @@ class Draft(Protocol):
     KIND: str
     ARCH: str
     CLASSES: tuple[str, ...]
+    REFUSED: dict[str, str]
     TINY: dict[str, tuple[dict[str, object], frozenset[str]]]
 
     def prepared(self, config: Config) -> Config: ...
-    def canonical(self, name: str) -> str: ...
+    def canonical(self, name: str, config: Config) -> str: ...
     def keys(self, config: Config, names: Collection[str], target: Target) -> dict[str, Key]: ...
     def layout(
         self, config: Config, names: Collection[str], target: Target

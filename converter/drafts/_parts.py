@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from llama_sidecar.converter.families import Placement, place
 from llama_sidecar.converter.families._parts import dense_ffn, head_dim_of
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
-TINY_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+Rows = tuple[range, ...]  # of a tensor, each a few of them
 
 
 def flattened(config: Config, *names: str) -> Config:
@@ -76,16 +76,16 @@ def rope_factors(config: Config) -> Iterator[Placement]:
 
 
 def block(
-    config: Config, source: str, target: str, *, n_in: int, rotated: bool = False
+    config: Config, source: str, target: str, *, n_in: int, rows_of: Callable[[int, int], Rows] | None = None
 ) -> Iterator[Placement]:
     """Attention over rows of `n_in` values, and a gated feed-forward part.
 
-    `rotated`: rows of queries and keys are brought from halves to pairs, as llama.cpp rotates them there.
+    `rows_of(n_heads, head)` is the order in which llama.cpp wants the rows of queries and keys, where it is another.
     """
     hidden, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head, n_kv = head_dim_of(config), config.integer("num_key_value_heads")
     for part, n in (("q", n_heads), ("k", n_kv), ("v", n_kv)):
-        rows = paired_rows(n, head) if rotated and part != "v" else None
+        rows = rows_of(n, head) if rows_of and part != "v" else None
         yield place(
             f"{target}attn_{part}.weight", f"{source}self_attn.{part}_proj.weight", n * head, n_in, rows=rows
         )
@@ -93,8 +93,18 @@ def block(
     yield from dense_ffn(config, f"{source}mlp.", target, config.integer("intermediate_size"))
 
 
-def paired_rows(n_heads: int, head: int) -> tuple[range, ...]:
-    """Within each head row i of the first half, then row i of the second, for every i."""
+def halved_rows(n_heads: int, head: int) -> Rows:
+    """Within each head its even rows, then its odd ones: from pairs to halves."""
+    return tuple(
+        range(row, row + 1)
+        for start in range(0, n_heads * head, head)
+        for parity in (0, 1)
+        for row in range(start + parity, start + head, 2)
+    )
+
+
+def paired_rows(n_heads: int, head: int) -> Rows:
+    """Within each head row i of the first half, then row i of the second, for every i: from halves to pairs."""
     return tuple(
         range(start, start + 1)
         for h in range(n_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from llama_sidecar.converter.checkpoint import Checkpoint
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.drafts import Draft
 from llama_sidecar.converter.drafts.target import open_target
-from llama_sidecar.converter.errors import NoTarget, TensorMismatch
+from llama_sidecar.converter.errors import NoTarget, TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import Layout
 from llama_sidecar.converter.general import add_general_keys, file_name
 from llama_sidecar.converter.plan import Planned, account, plan
@@ -90,8 +91,12 @@ def convert_draft(
             f"{opened.folder} is {KINDS[draft.KIND].title} ({opened.config.architecture}), which drafts for another model: "
             f"give that with --target, as a checkpoint or a main GGUF"
         )
+    for file, content in draft.REFUSED.items():
+        if os.path.exists(opened.folder / file):
+            raise UnsupportedModel(f"{opened.folder / file} holds {content}, which is not converted here")
     target = open_target(target_path)
-    config, tensors = draft.prepared(opened.config), _canonical(opened, draft)
+    config = draft.prepared(opened.config)
+    tensors = _canonical(opened, draft, config)
     ids = tensors.pop(D2T, None)
     own_keys = draft.keys(config, tensors.keys(), target)
     placements, warnings = draft.layout(config, tensors.keys(), target)
@@ -122,10 +127,10 @@ def convert_draft(
     return Converted(path, n_bytes, len(planned), recipe.name, opened.warnings + warnings)
 
 
-def _canonical(opened: Checkpoint, draft: Draft) -> dict[str, Tensor]:
+def _canonical(opened: Checkpoint, draft: Draft, config: Config) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in opened.tensors.items():
-        canonical = draft.canonical(name)
+        canonical = draft.canonical(name, config)
         if canonical in found:
             raise TensorMismatch(f"{name} and {found[canonical].name} are the same tensor")
         if canonical:

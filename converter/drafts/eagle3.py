@@ -19,6 +19,7 @@ from llama_sidecar.sidecars.kinds.eagle3 import N_TARGET_LAYERS
 KIND = "eagle3"
 ARCH = "eagle3"
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+REFUSED: dict[str, str] = {}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -26,7 +27,7 @@ def prepared(config: Config) -> Config:
     return _parts.flattened(config, "transformer_layer_config", "eagle_config")
 
 
-def canonical(name: str) -> str:
+def canonical(name: str, config: Config) -> str:
     """The block is `block.`; `t2d`, the way back from the target's tokens, is not needed."""
     name = name.removeprefix("model.")
     for prefix in ("midlayer.", "layers.0."):
@@ -100,7 +101,7 @@ def layout(config: Config, names: Collection[str], target: Target) -> tuple[list
         "ffn_norm": "post_attention_layernorm",
     }.items():
         placements.append(place(f"blk.0.{norm}.weight", f"block.{source}.weight", hidden))
-    placements += _parts.block(config, "block.", "blk.0.", n_in=2 * hidden, rotated=True)
+    placements += _parts.block(config, "block.", "blk.0.", n_in=2 * hidden, rows_of=_parts.paired_rows)
     placements += _parts.own_vocabulary(config, names, _parts.n_drafted(config))
     placements += _parts.rope_factors(config)
     warnings = []
