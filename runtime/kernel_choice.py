@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
@@ -187,7 +188,7 @@ def flash_attention(
         'on'
     """
     n_heads = header.keys.get(f"{header.arch}.attention.head_count", 0)
-    most = max(n_heads, default=0) if isinstance(n_heads, list) else int(n_heads)
+    most = int(np.max(n_heads))  # one number, or an array of one for each layer
     fits = 4 * most * n_ctx * min(batch, n_ctx) <= MAX_SCORE_BYTES
     exact = choice.ours and cache_type_v.lower() in ("f16", "bf16", "f32") and fits
     return "off" if wanted.lower() == "auto" and exact else wanted
