@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from llama_sidecar.runtime import LoadError, Model, _native, load, reference
+from llama_sidecar.runtime.sampling import address
+from llama_sidecar.runtime.weights import free_context, make_draft_context, make_target_context
 from llama_sidecar.sidecars import open_sidecar
 from llama_sidecar.sidecars.errors import BadRows, PairMismatch
 
@@ -198,3 +200,41 @@ def test_rows_of_one_token_each(tmp_path: Path) -> None:
         path = drafts.write_eagle3(tmp_path, own=True, n_rows=100, d2t=wrong.astype(np.int64))
         with pytest.raises(BadRows, match=words):
             open_sidecar(path)
+
+
+def test_moving_to_the_plain_context_and_back_changes_nothing(tmp_path: Path) -> None:
+    """A recurrent target's plain rounds, without rollback slots: the drafter sees the rows of both contexts."""
+    main = drafts.write_target(tmp_path, "qwen35")
+    sidecar = drafts.write_eagle3(tmp_path)
+    seen = []
+    with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
+        for moves in (False, True):
+            target = make_target_context(model.weights, model.settings, n_ctx=256, depth=3, n_slots=3)
+            plain = make_target_context(model.weights, model.settings, n_ctx=256, depth=0, n_slots=0)
+            draft = make_draft_context(model.head_weights, model.settings, n_ctx=256, other=target)
+            native = _native.Session(address(target), kind="eagle3", draft_ctx=address(draft))
+            if moves:
+                native.set_plain_context(address(plain))
+            chooser = _native.greedy_chooser()
+            native.feed(PROMPT, True)
+            text, found = [native.first(chooser)], []
+            for depth in (3, 3, 0, 0, 3, 0, 0, 0, 3):
+                native.use_plain(depth == 0)
+                assert native.is_plain == (moves and depth == 0)
+                step = native.step(chooser, depth, True)
+                text += step.tokens
+                found.append(step.drafts)
+            seen.append((text, found, native.state()))
+            del native
+            for context in (draft, plain, target):
+                free_context(context)
+    assert seen[0] == seen[1]
+
+
+def test_pace_may_choose_the_depth(main: Path) -> None:
+    with load(main, ctx=256, threads=1) as model:
+        assert model.paced
+        expected = plain_ids(model)
+        generation = model.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
+        generation.read()
+        assert generation.tokens == expected

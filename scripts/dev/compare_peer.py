@@ -3,7 +3,7 @@
 
     compare_peer.py MAIN.gguf SIDECAR.gguf --server PATH/llama-server [--depth 3] [--synthetic-length 3] [-n 96] [--pairs 5]
 
-Both servers (plain and with `--spec-type draft-mtp`) and our model stay loaded; each pair asks all four for the same
+Both servers (plain and with `--spec-type`) and our model stay loaded; each pair asks all four for the same
 prompt, one after the other, so that the machine's drift falls on all. `--synthetic-length L` replaces verification on both
 sides by coin tosses of mean accepted length L; 0 verifies for real, and then the acceptances can be compared. In a short run
 the coins of one side may fall better: `..._speedup_at_length` is what the same rounds would have gained at exactly L.
@@ -28,6 +28,7 @@ from typing import Any
 from llama_sidecar.runtime import load
 from llama_sidecar.runtime.bench import p_accept
 from llama_sidecar.runtime.prompts import read_prompts
+from llama_sidecar.sidecars import KINDS, open_sidecar
 
 BETWEEN_S = 0.05  # OpenMP's threads spin for 16 ms after a run, on the next one's processors
 CODE = Path(__file__).parents[1] / "prompts" / "code.jsonl"
@@ -54,7 +55,8 @@ def serving(args: argparse.Namespace, *, speculative: bool) -> Iterator[int]:
         "--no-webui",
     ]
     if speculative:
-        command += ["-md", args.sidecar, "--spec-type", "draft-mtp", "--spec-draft-n-max", args.depth]
+        spec_type = KINDS[open_sidecar(args.sidecar).kind].llama_name
+        command += ["-md", args.sidecar, "--spec-type", spec_type, "--spec-draft-n-max", args.depth]
         if args.synthetic_length:
             command += ["--spec-synth-len", args.synthetic_length]
     process = subprocess.Popen(
