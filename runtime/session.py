@@ -372,6 +372,7 @@ class Generation(Iterator[str]):
         self._session = session
         self._request = request
         self._tokens: list[int] = []
+        self._reading = threading.Lock()
         self._is_whole = False  # whether all native calls have worked: what the session holds is then known
         self._native = _native.Generation(
             session._native,
@@ -394,7 +395,8 @@ class Generation(Iterator[str]):
     @property
     def tokens(self) -> list[int]:
         """What has been emitted, the end of text left out."""
-        self._tokens += self._native.tokens_from(len(self._tokens))
+        with self._reading:
+            self._tokens += self._native.tokens_from(len(self._tokens))
         return self._tokens
 
     @property
@@ -449,6 +451,8 @@ class Generation(Iterator[str]):
                 return
             shown = rounds.begin(first)
             self._is_whole = True
+            if rounds.end:
+                self._finish(rounds.end)
             yield shown
             if request.depth and not rounds.end:
                 started = time.perf_counter()
@@ -464,10 +468,11 @@ class Generation(Iterator[str]):
                 while shown is None and self._give():
                     shown = round_(turns)
                 stats.generate_s += clock() - started
+                if rounds.end:
+                    self._finish(rounds.end)
                 if shown is None:
                     break
                 yield shown
-            self._finish(rounds.end)
             if request.depth:
                 with turns:
                     session._adopt(rounds.take_seen())

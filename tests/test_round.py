@@ -323,6 +323,15 @@ def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model) -> None:
         assert ids(session) == plain_ids(model)
 
 
+def test_a_text_has_ended_when_its_last_piece_is_there(model: Model) -> None:
+    with model.session() as session:
+        for n in (1, 9):
+            generation = session.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
+            reasons = [generation.finish_reason for _ in generation]
+            assert reasons[-1] == generation.finish_reason == "length"
+            assert reasons[:-1] == [None] * (len(reasons) - 1)
+
+
 def test_cancel_from_another_thread(model: Model) -> None:
     with model.session() as session:
         generation = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
