@@ -63,7 +63,7 @@ KIND = "mtp"  # what every family here holds
 class ConvertResult:
     """What a conversion wrote; a path and a type are None, and a size 0, for a file that was not written.
 
-    `read_bytes` counts what was read of the checkpoint's files of weights, which have `checkpoint_bytes` in all.
+    `read_bytes` counts what was read of the checkpoints' files of weights, which have `checkpoint_bytes` in all.
     """
 
     main: Path | None
@@ -222,6 +222,7 @@ def convert(
 
         n_bytes = write_files(whole, check, progress, opened.place.reading)
 
+    meters = [one.place.meter for one in (opened, base) if one]
     main, sidecar = files.get("main"), files.get("sidecar")
     return ConvertResult(
         main=main.path if main else None,
@@ -235,8 +236,8 @@ def convert(
         compact=cut,
         compact_bytes=cut.stat().st_size if cut else 0,
         draft_vocab=draft_vocab,
-        read_bytes=opened.place.meter.n_read,
-        checkpoint_bytes=opened.place.meter.n_total,
+        read_bytes=sum(meter.n_read for meter in meters),
+        checkpoint_bytes=sum(meter.n_total for meter in meters),
         warnings=opened.warnings + layout.warnings + planned.warnings,
     )
 

@@ -10,11 +10,12 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llama_sidecar.converter.borrowed import with_head_of
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint, read_config, read_object
 from llama_sidecar.converter.config import Config, Key
 from llama_sidecar.converter.convert import FilePlan, Plan, Wanted, file_header, plan_files
@@ -126,6 +127,7 @@ def dry_run(
     main_type: str | None = "Q8_0",
     sidecar_type: str | None = None,
     *,
+    mtp_from: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
     name: str | None = None,
@@ -142,7 +144,7 @@ def dry_run(
     172935424
     """
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
-    with _opened(checkpoint) as (opened, from_config):
+    with _opened(checkpoint) as (opened, from_config), ExitStack() as others:
         if draft_of(opened.config) is not None:
             raise UnsupportedModel(
                 f"{opened.place} is a stand-alone drafter's checkpoint; a dry run is of models with a head inside"
@@ -151,11 +153,17 @@ def dry_run(
         if from_config:
             opened.tensors |= _declared(opened.config, family)
         tensors = canonical_tensors(opened.tensors, family)
+        base = others.enter_context(open_checkpoint(mtp_from)) if mtp_from is not None else None
+        if base:
+            tensors = with_head_of(base, opened, family, tensors)
         layout = family.layout(opened.config, tensors.keys())
         wrong = mismatch(layout, tensors)
         fitting = tensors | _stand_ins(layout, tensors, wrong)
         planned = plan_files(wanted, opened.config, family, layout, fitting, name or opened.name)
         common = _common_keys(opened, family, from_config)
+        if base:
+            taken: dict[str, Key] = {published.MTP_FROM: base.name, published.GRAFT_TRUNK: FINGERPRINT}
+            planned.files["sidecar"].keys.update(taken)
         files = [
             _file_report(role, file, file_header(file, opened, family.ARCH, common, name))
             for role, file in planned.files.items()
@@ -165,6 +173,7 @@ def dry_run(
         main, sidecar = (planned.files.get(role) for role in ("main", "sidecar"))
         plan = (main.tensors if main else [], sidecar.tensors if sidecar else [])
         file_keys = (main.keys if main else {}, sidecar.keys if sidecar else {})
+        meters = [one.place.meter for one in (opened, base) if one]
         return DryRun(
             checkpoint=str(opened.place),
             from_config=from_config,
@@ -179,8 +188,8 @@ def dry_run(
             drafting=drafting(*plan, family.ARCH, file_keys[0], layout.n_head_layers, acceptance)
             if main and sidecar
             else None,
-            read_bytes=opened.place.meter.n_read,
-            checkpoint_bytes=opened.place.meter.n_total,
+            read_bytes=sum(meter.n_read for meter in meters),
+            checkpoint_bytes=sum(meter.n_total for meter in meters),
             warnings=opened.warnings + layout.warnings + planned.warnings,
         )
 

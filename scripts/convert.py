@@ -125,10 +125,13 @@ def command(
     if sidecar_only and main_type not in (None, NONE):
         raise click.UsageError(f"--sidecar-only and --main-type {main_type} contradict each other")
     main = None if sidecar_only or main_type == NONE else main_type or "Q8_0"
-    options: dict[str, Any] = {"draft_vocab": draft_vocab, "imatrix": imatrix, "name": name}
+    options: dict[str, Any] = {
+        "mtp_from": mtp_from,
+        "draft_vocab": draft_vocab,
+        "imatrix": imatrix,
+        "name": name,
+    }
     if dry_run:
-        if mtp_from is not None:
-            raise click.UsageError("--dry-run tells of one checkpoint: leave --mtp-from out")
         if target is not None:
             raise click.UsageError(
                 "--dry-run is of models with a head inside, not of drafters that have a --target"
@@ -147,7 +150,6 @@ def command(
             sidecar_type,
             **options,
             target=target,
-            mtp_from=mtp_from,
             force=force,
             progress=show,
         )

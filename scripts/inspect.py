@@ -73,6 +73,8 @@ def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
 def _origin_rows(origin: Origin) -> Iterator[tuple[str, str]]:
     if origin.match:
         yield "head inside", origin.match
+    if origin.taken_from:
+        yield "head taken from", origin.taken_from
     if origin.grafted_from is not None:
         trunk = (
             f"with trunk {_short(origin.grafted_from)}"

@@ -50,11 +50,12 @@ class Origin:
     """Where a file's head comes from, as far as its keys say.
 
     `grafted_from` is the fingerprint of the trunk it was trained with before it was grafted, empty where that is not known, None for
-    a head that was not; `requantised` the types that its values went through; `match`, of a head inside a main file, how sure it is
+    a head that was not; `taken_from` the name of another checkpoint than the main file's that it was converted from; `requantised` the types that its values went through; `match`, of a head inside a main file, how sure it is
     that the two belong together (a status of pair.py; a sidecar's depends on the main file beside it).
     """
 
     grafted_from: str | None
+    taken_from: str | None
     requantised: list[str]
     match: str | None
 
@@ -178,6 +179,7 @@ def _origin(file: MainFile | Sidecar) -> Origin:
     grafted = keys.GRAFT_TRUNK in header.keys
     return Origin(
         grafted_from=own_fingerprint(header, keys.GRAFT_TRUNK, None) or "" if grafted else None,
+        taken_from=header.string(keys.MTP_FROM) if keys.MTP_FROM in header.keys else None,
         requantised=list(header.strings(keys.REQUANT_FROM)) if keys.REQUANT_FROM in header.keys else [],
         match=_match_inside(file, grafted) if isinstance(file, MainFile) else None,
     )

@@ -81,6 +81,17 @@ def test_a_compact_sidecar_is_within_a_percent(tmp_path: Path) -> None:
     assert said.files[2].n_bytes == pytest.approx(result.compact_bytes, rel=0.01)
 
 
+def test_a_head_from_another_checkpoint(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, name="Base-1B")
+    tuned = {n: t * 2 for n, t in tiny_tensors("qwen35", "tied").items() if not n.startswith("mtp.")}
+    folder = make_checkpoint(tmp_path, tensors=tuned, name="tuned")
+    assert [file.role for file in dry_run(folder, tmp_path).files] == ["main"]
+    said = dry_run(folder, tmp_path / "out", mtp_from=base)
+    result = convert(folder, tmp_path / "out", mtp_from=base)
+    assert [file.n_bytes for file in said.files] == [result.main_bytes, result.sidecar_bytes]
+    assert said.checkpoint_bytes == result.checkpoint_bytes > sum(said.files[i].n_bytes for i in (0, 1))
+
+
 @pytest.mark.parametrize("arch", families())
 def test_a_configuration_alone_tells_the_same(arch: str, tmp_path: Path) -> None:
     (variant, *others) = families()[arch].TINY

@@ -128,6 +128,15 @@ def test_a_file_that_is_no_gguf_is_one_line(content: bytes | None, tmp_path: Pat
     assert result.exit_code != 0 and result.output == ""
 
 
+def test_a_head_of_another_checkpoint_names_it(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path, name="Base-1B")
+    trunk = {n: t for n, t in tiny_tensors("qwen35", "tied").items() if not n.startswith("mtp.")}
+    lost = make_checkpoint(tmp_path, name="lost", tensors=trunk)
+    sidecar = convert(lost, tmp_path / "out", mtp_from=base).sidecar
+    assert sidecar and inspect_json(sidecar)["origin"]["taken_from"] == "Base-1B"
+    assert "Base-1B" in CliRunner().invoke(command, [str(sidecar)]).output
+
+
 def test_where_a_head_comes_from_is_told(tmp_path: Path) -> None:
     """As converted, requantised, grafted, and inside a main file: each says what became of the head, and how sure the match is."""
     base = convert(make_checkpoint(tmp_path, name="base"), tmp_path / "base-gguf")
@@ -148,11 +157,11 @@ def test_where_a_head_comes_from_is_told(tmp_path: Path) -> None:
     ]
     steps = ["Q8_0 -> Q4_0"]
     assert found == [
-        {"grafted_from": None, "requantised": [], "match": None},
-        {"grafted_from": None, "requantised": steps, "match": None},
-        {"grafted_from": trunk, "requantised": steps, "match": None},
-        {"grafted_from": trunk, "requantised": steps, "match": "same family, unverified"},
-        {"grafted_from": None, "requantised": [], "match": "verified"},
+        {"grafted_from": None, "taken_from": None, "requantised": [], "match": None},
+        {"grafted_from": None, "taken_from": None, "requantised": steps, "match": None},
+        {"grafted_from": trunk, "taken_from": None, "requantised": steps, "match": None},
+        {"grafted_from": trunk, "taken_from": None, "requantised": steps, "match": "same family, unverified"},
+        {"grafted_from": None, "taken_from": None, "requantised": [], "match": "verified"},
         None,
     ]
     shown = CliRunner().invoke(command, [str(inside)], env={"COLUMNS": "200"}).output
