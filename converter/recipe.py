@@ -179,6 +179,8 @@ NOT_QUANTIZED = re.compile(
     r"_norm\.weight|ssm_conv1d|shortconv\.conv\.weight|altup|laurel|per_layer_model_proj|indexer\.[kq]_proj\.weight"
 )
 
+PER_LAYER_PROJ = "per_layer_model_proj.weight"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -237,6 +239,8 @@ class Recipe:
         if len(shape) < 2 or not name.endswith(".weight") or name.endswith(keys.ALWAYS_F32):
             return False
         is_matrix = prod(shape[:-1]) > 1
+        if self.mix.base == Q8_0 and name == PER_LAYER_PROJ:  # convert_hf_to_gguf.py's choice
+            return True
         return not self._has_blocks or (is_matrix and not NOT_QUANTIZED.search(name))
 
     def _of_vocabulary(self, serves_as_output: bool, n_cols: int) -> GGMLType:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer files as GGUF vocabulary keys: byte-level BPE only.
+"""A checkpoint's tokenizer files as GGUF vocabulary keys: byte-level BPE, and Gemma 4's BPE over characters.
 
 Knows tokenizer.json, tokenizer_config.json and the chat-template files (format: huggingface/tokenizers), and which
 pre-tokenizers llama.cpp has a name for. A pre-tokenizer is recognised by its split pattern, so that trimmed and
@@ -7,6 +7,7 @@ self-trained vocabularies convert too. Does not know any model.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
@@ -54,7 +55,11 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ): ("deepseek-v3", "hunyuan-dense"),
 }
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama_token_type
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # llama_token_type
+GEMMA4 = "gemma4"
+GEMMA4_SHOWN = (  # flagged as special, and yet what a chat's reader looks for
+    "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+)  # fmt: skip
 
 # What a special token is called in tokenizer_config.json and config.json -> in GGUF ("seperator" is published that way).
 SPECIAL = {
@@ -111,6 +116,9 @@ def _keys(
         raise BadTokenizer(f"tokenizer.json holds a {model.get('type')} model; expected byte-level BPE")
     added = _added_tokens(tokenizer, settings)
     tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
+    if family.pre == GEMMA4:
+        own = _gemma4_keys(model, tokens, types) | _special_ids(added, settings, checkpoint)
+        return own | {"tokenizer.ggml.add_bos_token": True} | _chat_templates(checkpoint, settings)
     keys: dict[str, Key] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _pre_tokenizer(tokenizer, family),
@@ -121,6 +129,25 @@ def _keys(
     keys |= _special_ids(added, settings, checkpoint) | _roles(added, family)
     keys |= _added_at_the_ends(tokenizer, settings)
     return keys | _chat_templates(checkpoint, settings)
+
+
+def _gemma4_keys(model: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Key]:
+    """Spaces are written as U+2581, and what is no token falls apart into bytes `<0x00>`; there are no scores."""
+    if not model.get("byte_fallback"):
+        raise BadTokenizer("tokenizer.json does not fall back to bytes; expected Gemma 4's BPE, which does")
+    for index, text in enumerate(tokens):
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+            types[index] = BYTE
+        elif text in GEMMA4_SHOWN:
+            types[index] = USER_DEFINED
+    return {
+        "tokenizer.ggml.model": GEMMA4,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": _merges(model.get("merges")),
+        "tokenizer.ggml.add_space_prefix": False,
+    }
 
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any], family: Vocabulary) -> str:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.families import Source, families
-from llama_sidecar.converter.tokenizer import PRE_TOKENIZERS
+from llama_sidecar.converter.tokenizer import GEMMA4, PRE_TOKENIZERS
 from llama_sidecar.sidecars import read_header
 
 Array = npt.NDArray[Any]
@@ -31,6 +31,15 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 VARIANTS = [(arch, variant) for arch, family in families().items() for variant in family.TINY]
+
+
+def has_head(arch: str, variant: str) -> bool:
+    """Whether the variant's checkpoint holds a draft head; a family's drafter may be a checkpoint of its own (drafts/)."""
+    config, optional = families()[arch].TINY[variant]
+    return bool(families()[arch].layout(Config(config), optional).head)
+
+
+WITH_HEAD = [variant for variant in VARIANTS if has_head(*variant)]
 LOGITS_PROMPT, DRAFT_TOKEN = list(range(20, 28)), 40
 END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
 
@@ -121,6 +130,9 @@ def write_tokenizer(folder: Path, arch: str = "qwen35", n_more: int = 0) -> None
 
     `n_more` tokens of two and three bytes follow the added ones, each with its merge, for a vocabulary of real size.
     """
+    if families()[arch].VOCABULARY.pre == GEMMA4:
+        _write_gemma4_tokenizer(folder)
+        return
     letters = _byte_letters()
     merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["\u0120", "t"]]
     vocabulary = {text: i for i, text in enumerate([*letters, *map("".join, merges)])}
@@ -165,6 +177,49 @@ def write_tokenizer(folder: Path, arch: str = "qwen35", n_more: int = 0) -> None
             "eos_token": added[STOP], "pad_token": added[END], "unk_token": None, "clean_up_tokenization_spaces": False,
             "added_tokens_decoder": {str(i): {"content": t, "special": i != CALL, **flags} for i, t in added.items()},
             "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+        },
+    )  # fmt: skip
+
+
+def _write_gemma4_tokenizer(folder: Path, size: int = 320) -> None:
+    """A BPE over characters with spaces as U+2581, which falls back to 256 byte tokens; the special tokens are in it."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool_call>"]
+    merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["\u2581", "t"]]
+    texts = [*special, *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
+    texts += map("".join, merges)
+    texts += [f"filler{i}" for i in range(size - len(texts))]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": i, "content": text, **flags} for i, text in enumerate(special)],
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            "pre_tokenizer": {
+                "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+            },
+            "post_processor": None,
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                ],
+            },
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                "vocab": {text: i for i, text in enumerate(texts)}, "merges": merges,
+            },
+        },
+    )  # fmt: skip
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
+            "unk_token": "<unk>", "clean_up_tokenization_spaces": False,
+            "chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
         },
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import (
     DRAFT_TOKEN,
     LOGITS_PROMPT,
-    VARIANTS,
+    WITH_HEAD,
     make_checkpoint,
     tiny_config,
     tiny_tensors,
@@ -36,7 +36,7 @@ HEAD_LOGITS = json.loads((LISTINGS / "reference_head_logits.json").read_text(enc
 N = 24
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
+@pytest.fixture(scope="module", params=WITH_HEAD, ids="-".join)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Model]]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from checkpoints import VARIANTS, make_checkpoint
+from checkpoints import WITH_HEAD, make_checkpoint
 
 from llama_sidecar.converter import convert
 from llama_sidecar.sidecars import read_header
@@ -16,7 +16,7 @@ from llama_sidecar.sidecars.memory import layer_cache_bytes
 N_CTX = 16384
 
 
-@pytest.mark.parametrize(("arch", "variant"), VARIANTS)
+@pytest.mark.parametrize(("arch", "variant"), WITH_HEAD)
 def test_caches_take_what_llama_cpp_says(arch: str, variant: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     result = convert(make_checkpoint(tmp_path, arch, variant), tmp_path / "out")

@@ -13,7 +13,7 @@ import models
 import numpy as np
 import pytest
 import tiny_gguf
-from checkpoints import VARIANTS, make_checkpoint
+from checkpoints import WITH_HEAD, make_checkpoint
 from click.testing import CliRunner, Result
 
 from llama_sidecar.converter import convert
@@ -115,7 +115,7 @@ def test_split_and_merge_undo_each_other(recurrent: bool, tmp_path: Path) -> Non
     assert parts.sidecar and content(parts.sidecar) == content(apart.sidecar)
 
 
-@pytest.mark.parametrize(("arch", "variant"), VARIANTS, ids=map("-".join, VARIANTS))
+@pytest.mark.parametrize(("arch", "variant"), WITH_HEAD, ids=map("-".join, WITH_HEAD))
 def test_converted_pairs_survive_it_whatever_their_family(arch: str, variant: str, tmp_path: Path) -> None:
     """So what is split off equals the peer's own files, as converted ones do (test_convert_peer.py)."""
     converted = convert(make_checkpoint(tmp_path, arch, variant), tmp_path / "apart", "BF16", "BF16")
