@@ -51,13 +51,13 @@ def rows() -> list[str]:
 
 def _blocks(family: Family) -> str:
     counts = {family.layout(Config(root), names).n_head_layers for root, names in family.TINY.values()}
-    return " or ".join(map(str, sorted(counts)))
+    return " or ".join(map(str, sorted(counts))) if counts != {0} else "none"
 
 
 def _files(name: str, family: Family) -> str:
     (variant, *_) = family.TINY
     peer = json.loads((LISTINGS / f"{name}-{variant}-F32.json").read_text(encoding="utf-8"))
-    if peer["sidecar"]:
+    if peer["sidecar"] or _blocks(family) == "none":
         return "as llama.cpp's"
     has_head = any("nextn" in tensor for tensor in peer["main"]["tensors"])
     return "as llama.cpp's, which makes one file" if has_head else "as llama.cpp's, which drops the head"
@@ -72,9 +72,13 @@ def _logits(name: str, family: Family) -> str:
 
 def _runs(name: str, family: Family) -> str:
     """Whether its first tiny pair loads and drafts: the two last cells."""
+    sidecar_type = None if _blocks(family) == "none" else "F32"
     with tempfile.TemporaryDirectory() as folder:
         result = convert(
-            make_checkpoint(Path(folder), name, next(iter(family.TINY))), Path(folder) / "out", "F32", "F32"
+            make_checkpoint(Path(folder), name, next(iter(family.TINY))),
+            Path(folder) / "out",
+            "F32",
+            sidecar_type,
         )
         assert result.main
         try:
@@ -85,6 +89,8 @@ def _runs(name: str, family: Family) -> str:
 
 
 def _drafts(model: Model) -> bool:
+    if model.speculation.kind is None:
+        return False
     options = {"max_tokens": N, "temperature": 0, "ignore_eos": True}
     with model.session(spec_type="none") as plain, model.session() as session:
         alone, drafted = plain.generate(LOGITS_PROMPT, **options), session.generate(LOGITS_PROMPT, **options)
