@@ -30,7 +30,9 @@ ROUND = re.compile(r"called impl draft-[a-z0-9]+, hist size = (\d+), call_count 
 @click.option("--prompt", default="hello world, this is where it starts", show_default=True)
 def command(main: Path, sidecar: Path, peer: Path, depth: int, tokens: int, prompt: str) -> None:
     """Prints how many drafts were compared; exits with 1 where one differs."""
-    with load(main, sidecar, ctx=512, threads=1, depth=depth, draft_vocab="full") as model:
+    with load(
+        main, sidecar, ctx=512, threads=1, depth=depth, draft_vocab="full", kernels="stock"
+    ) as model:  # the same bits as llama.cpp's
         kind, depth = model.kind, model.depth
         start = model.vocab.tokenize(prompt)
         ours: dict[int, list[int]] = {}
