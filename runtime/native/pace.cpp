@@ -17,7 +17,7 @@ constexpr double memory = 48;
 constexpr double stay = 0.02;
 
 constexpr double patience = 3;          // tokens behind plain decoding before a stretch may end: two wrong rounds where rows are dear
-constexpr double look_share = 0.015;  // of the time may be lost by looking
+constexpr double look_share = 0.010;  // of the time may be lost by looking
 constexpr double max_debt = 30;       // tokens: it still looks every 2,000
 constexpr double max_credit = 8;     // tokens won by drafting that later looks may spend before they run into debt: three looks
 // That many rows' seconds are what the drafter's catching up is thought to cost before it was seen.
