@@ -167,6 +167,25 @@ def test_a_second_prompt_and_the_end_of_the_context(main: Path) -> None:
             assert generation.tokens == expected
 
 
+@pytest.mark.parametrize("n_ctx", [1, 2, 5])
+def test_a_context_of_a_few_cells(main: Path, tmp_path: Path, n_ctx: int) -> None:
+    sidecars = [
+        drafts.write_eagle3(tmp_path),
+        drafts.write_dflash(tmp_path),
+        drafts.write_dflash(tmp_path, markov=True),
+    ]
+    for sidecar in sidecars:
+        with load(main, sidecar, ctx=n_ctx, threads=1, depth=3) as model:
+            texts = []
+            for spec_type in ("auto", "none"):
+                with model.session(spec_type=spec_type) as session:
+                    generation = session.generate(PROMPT[:1], temperature=0, ignore_eos=True)
+                    generation.read()
+                    texts.append(generation.tokens)
+            assert len(texts[0]) == n_ctx
+            assert texts[0] == texts[1]
+
+
 def test_a_target_that_does_not_hand_out_its_layers_is_refused_by_both_names(tmp_path: Path) -> None:
     pair = models.write_pair(tmp_path, recurrent=False)
     sidecar = drafts.write_eagle3(tmp_path)

@@ -42,7 +42,7 @@ class Eagle3 final : public Drafter {
             rows_.push(hidden + size_t(i) * rows_.width());
             if (rows_.size() < max_waiting_) continue;
             if (n_alone_ >= rows_.size()) {
-                give_up(max_waiting_ / 2);
+                give_up(std::max<size_t>(max_waiting_ / 2, 1));  // the newest row has no token yet
             } else {
                 catch_up();
             }
