@@ -16,7 +16,7 @@ from llama_sidecar.runtime import _native, kernels, placement
 from llama_sidecar.runtime.library import set_verbose
 from llama_sidecar.runtime.weights import repacks
 
-ORDER = ("Q8_0", "BF16", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "IQ4_NL", "IQ4_XS", "F16", "F32")
+ORDER = ("Q8_0", "BF16", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "Q5_0", "IQ4_NL", "IQ4_XS", "F16", "F32")
 
 SHAPE = (1024, 16384)  # large, so that all else a pass takes does not show
 
