@@ -31,6 +31,7 @@ from llama_sidecar.sidecars import (
 from llama_sidecar.sidecars.compact import Compact, open_compact
 from llama_sidecar.sidecars.errors import CompactGiven
 from llama_sidecar.sidecars.kinds import KINDS
+from llama_sidecar.sidecars.kinds.mtp import ASSISTANTS
 
 from . import heads, kernel_choice, placement
 from ._native import Turns, drafter_kinds
@@ -189,10 +190,11 @@ def _choose_sidecar(
         if found.path == main.path:
             return Speculation(found.kind, found.path, found.reason, "embedded"), None
         opened, why = open_sidecar(found.path), f"{found.path.name} was found beside it"
-    if opened.kind not in drafter_kinds():
-        missing = (
-            f"{opened.path.name} is a {opened.kind} sidecar, and this version has no {opened.kind} drafter"
-        )
+    what = (
+        opened.arch if opened.arch in ASSISTANTS else opened.kind
+    )  # an assistant reads its target's own cache
+    if what not in drafter_kinds():
+        missing = f"{opened.path.name} is a {what} sidecar, and this version has no {what} drafter"
         if sidecar is None and wanted is None:
             return Speculation(None, None, missing), None
         raise LoadError(f"{missing} (spec_type 'none' runs without it)")

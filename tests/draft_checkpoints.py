@@ -13,13 +13,16 @@ from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.drafts.target import Target, open_target
 
-DRAFTS = [(name, variant) for name, draft in drafts().items() for variant in draft.TINY]
 TARGET = ("qwen35", "tied")
+FAMILYS_OWN = {"gemma4_assistant": ("gemma4", "dense")}  # drafters of one family: that family's variant
+DRAFTS = [
+    (name, variant) for name, draft in drafts().items() if name not in FAMILYS_OWN for variant in draft.TINY
+]
 
 
-def make_target(parent: Path) -> Path:
-    """The checkpoint that they all draft for."""
-    return make_checkpoint(parent, *TARGET)
+def make_target(parent: Path, name: str = "") -> Path:
+    """The checkpoint that a drafter drafts for."""
+    return make_checkpoint(parent, *FAMILYS_OWN.get(name, TARGET))
 
 
 def tiny_config(name: str, variant: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import click
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from checkpoints import VARIANTS, listing, make_checkpoint  # noqa: E402
-from draft_checkpoints import DRAFTS, TARGET, make_draft, make_target  # noqa: E402
+from checkpoints import VARIANTS, listing, make_checkpoint, write_tokenizer  # noqa: E402
+from draft_checkpoints import DRAFTS, FAMILYS_OWN, TARGET, make_draft, make_target  # noqa: E402
 from quantized import METHODS, make_quantized  # noqa: E402
 
 from llama_sidecar.converter.families import families  # noqa: E402
@@ -42,7 +42,7 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
         if only in (None, f"{arch}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_variant(peer_convert, arch, variant, Path(folder), out)
-    for name, variant in DRAFTS:
+    for name, variant in [*DRAFTS, *((name, "plain") for name in FAMILYS_OWN)]:
         if only in (None, f"{name}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_draft(peer_convert, name, variant, Path(folder), out)
@@ -91,9 +91,12 @@ def _write(path: Path, found: object) -> None:
 
 
 def _list_draft(peer_convert: Path, name: str, variant: str, folder: Path, out: Path) -> None:
-    target = make_target(folder)
+    target = make_target(folder, name)
     draft = make_draft(folder, name, variant, target)
-    pre = families()[TARGET[0]].VOCABULARY.pre
+    arch, _ = FAMILYS_OWN.get(name, TARGET)
+    pre = families()[arch].VOCABULARY.pre
+    if name in FAMILYS_OWN:  # it is published with its target's tokenizer
+        write_tokenizer(draft, arch)
     for kind in TYPES:
         made = folder / f"{kind}.gguf"
         call = [
@@ -104,8 +107,7 @@ def _list_draft(peer_convert: Path, name: str, variant: str, folder: Path, out: 
             pre,
             "--outtype",
             kind.lower(),
-            "--target-model-dir",
-            target,
+            *([] if name in FAMILYS_OWN else ["--target-model-dir", target]),
         ]
         run = subprocess.run(call, capture_output=True, text=True)
         if run.returncode:
