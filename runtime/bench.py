@@ -20,7 +20,7 @@ from .costs import expected_tokens
 from .errors import LoadError, PromptError
 from .llm import Model
 from .lossless import first_divergence, top_two_margin
-from .prompts import Prompt, prompts_hash
+from .prompts import Prompt, prompts_hash, usable
 from .provenance import provenance
 from .session import Generation, Session
 from .stats import Stats
@@ -292,18 +292,18 @@ def measure(
         raise PromptError("coins of one mean accepted length need one depth: name it with --depth")
     coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
     deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
-    usable, warnings = _usable(model, prompts, n)
+    found, warnings = usable(model, prompts, n)
     report = Report(
-        [prompt for prompt, _ in usable], model.depth, n, temperature, seed, synthetic_length, model.paced
+        [prompt for prompt, _ in found], model.depth, n, temperature, seed, synthetic_length, model.paced
     )
     report.warnings += warnings
     report.source = provenance(model)
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
         bench = _Bench(
-            report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(usable)), progress=progress
+            report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(found)), progress=progress
         )
-        bench.warm_up(usable[0][1])
-        bench.run(usable, on_pair)
+        bench.warm_up(found[0][1])
+        bench.run(deque(found), on_pair)
     if not report.pairs:
         raise PromptError(f"every text ended before {MIN_TIMED_TOKENS} tokens: give other prompts")
     if coin is None:
@@ -329,27 +329,6 @@ def _is_noisy(seconds: Sequence[float]) -> bool:
     """Whether the upper quartile is twice the lower one."""
     lower, _, upper = quantiles(seconds, n=4)
     return upper > 2 * lower
-
-
-def _usable(
-    model: Model, prompts: Sequence[Prompt], n: int
-) -> tuple[deque[tuple[Prompt, list[int]]], list[str]]:
-    """The prompts' token ids; those that the model cannot take are left out with a warning, all of them an error."""
-    usable: deque[tuple[Prompt, list[int]]] = deque()
-    refused: dict[str, int] = {}
-    for prompt in prompts:
-        try:
-            tokens = prompt.tokens(model)
-            if not tokens:
-                raise PromptError("it is empty")
-            if len(tokens) + n > model.n_ctx:
-                raise PromptError(f"it has more than {model.n_ctx - n} tokens, what --ctx leaves beside -n")
-            usable.append((prompt, tokens))
-        except PromptError as error:
-            refused[str(error)] = refused.get(str(error), 0) + 1
-    if not usable:
-        raise PromptError(f"no prompt can be used: {'; '.join(refused) or 'there is none'}")
-    return usable, [f"prompts left out: {count} of {len(prompts)} ({why})" for why, count in refused.items()]
 
 
 class _Bench:

@@ -77,3 +77,28 @@ def _is_message(entry: object) -> bool:
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over the prompts' contents in order: equal sets have equal hashes whatever file they were in."""
     return hashlib.sha256(json.dumps([p.content for p in prompts], sort_keys=True).encode()).hexdigest()
+
+
+def usable(
+    model: Model, prompts: Sequence[Prompt], n: int
+) -> tuple[list[tuple[Prompt, list[int]]], list[str]]:
+    """The prompts with their token ids; those that the model cannot take, with `n` tokens behind, are left out with a warning.
+
+    Raises:
+        PromptError: all of them are.
+    """
+    found: list[tuple[Prompt, list[int]]] = []
+    refused: dict[str, int] = {}
+    for prompt in prompts:
+        try:
+            tokens = prompt.tokens(model)
+            if not tokens:
+                raise PromptError("it is empty")
+            if len(tokens) + n > model.n_ctx:
+                raise PromptError(f"it has more than {model.n_ctx - n} tokens, what --ctx leaves beside -n")
+            found.append((prompt, tokens))
+        except PromptError as error:
+            refused[str(error)] = refused.get(str(error), 0) + 1
+    if not found:
+        raise PromptError(f"no prompt can be used: {'; '.join(refused) or 'there is none'}")
+    return found, [f"prompts left out: {count} of {len(prompts)} ({why})" for why, count in refused.items()]
