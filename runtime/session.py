@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -261,7 +261,7 @@ class Session:
         self._tried_plain_context = True
         try:
             context = make_target_context(
-                self.model.weights, self._settings, n_ctx=self.n_ctx, depth=0, n_slots=0
+                self.model.weights, replace(self._settings, batch=1), n_ctx=self.n_ctx, depth=0, n_slots=0
             )
             self._contexts.append(context)
             self._native.set_plain_context(address(context))

@@ -75,6 +75,25 @@ class Late(_native.Pacing):
         self._n_plain -= 1
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_prompt_after_plain_rounds_is_fed_where_drafts_are_possible(pair_of: PairOf, goes_on: bool) -> None:
+    """The plain context decodes one row at a time: a further prompt, which may go on with the text, leaves it first."""
+    with load(pair_of("R", "Q8_0").main, ctx=1024, threads=1, depth=2, flash_attn="off") as model:
+        with model.session() as session, model.session(spec_type="none") as plain:
+            session.pace = Late(10**6)
+            text = session.generate(PROMPT, max_tokens=40, temperature=0, ignore_eos=True)
+            text.read()
+            assert session._native.is_plain
+            longer = [*(PROMPT + text.tokens if goes_on else []), *b" and then a long way on"]
+            session.pace = Late(5)
+            second = session.generate(longer, max_tokens=40, temperature=0, ignore_eos=True)
+            second.read()
+            expected = plain.generate(longer, max_tokens=40, temperature=0, ignore_eos=True)
+            expected.read()
+        assert second.tokens == expected.tokens
+        assert second.stats.n_drafted > 0 and (second.stats.n_reused > 0) == goes_on
+
+
 @pytest.mark.parametrize("n_plain", [127, 128, 129, 500])
 def test_after_a_long_pause_the_head_begins_anew(pair_of: PairOf, n_plain: int) -> None:
     """It gives up the oldest rows, and drafts on from the others."""

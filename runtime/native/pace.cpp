@@ -25,6 +25,7 @@ constexpr double catch_up_rows = 50;
 constexpr double best_acceptance = 0.98;  // the highest worth hoping for: where even this would not pay nothing is tried
 
 constexpr double rate = 0.05;         // how far one round moves the drafter's cost (as a power)
+constexpr double change_rate = 0.25;  // and one change the cost of changes
 constexpr double clip = 1.25;         // the largest factor that one round or comparison may name
 constexpr double stall = 10;          // times what a draft was expected to take: what is beyond befell it
 constexpr double calibrated = 0.06;   // a calibrated cost is off by that share (standard deviation)
@@ -272,6 +273,13 @@ void Pace::learn_draft(double surprise) {
     }
 }
 
+// Learns what the first decode at another depth takes longer: after a long stretch at one depth more than in calibration, where
+// depths change all the time.
+void Pace::learn_change(double seconds) {
+    const double most = target_s_[0];
+    costs_.change_s += change_rate * (std::min(std::max(seconds, 0.0), most) - costs_.change_s);
+}
+
 // Learns what a decode at this depth costs, from the rounds just after a change of depth and those before it.
 void Pace::compare(int32_t depth, double seconds, double share_off) {
     for (double & doubt : doubt_) doubt += drift * drift;
@@ -279,6 +287,7 @@ void Pace::compare(int32_t depth, double seconds, double share_off) {
         before_ = slowness_;
         depth_before_ = last_depth_;
         off_before_ = last_off_;
+        if (before_.full() && depth > 0 && depth_before_ > 0) learn_change(seconds / before_.median() - target_s_[size_t(depth)]);
         slowness_.clear();
         last_depth_ = depth;
         last_off_ = share_off;

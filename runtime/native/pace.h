@@ -126,6 +126,7 @@ class Pace final : public Pacing {
     void end_stretch();
     void fade(int64_t n_rounds);
     void learn_draft(double surprise);
+    void learn_change(double seconds);
     void compare(int32_t depth, double seconds, double share_off = 0);
     std::vector<double> speedups(const std::vector<double> & acceptance) const;
     double expected_draft_s(int32_t depth, double n_stood) const;

@@ -28,6 +28,7 @@ void Session::set_plain_context(llama_context * ctx) {
 }
 
 void Session::clear() {
+    target_ = &main_target_;
     target_->clear();
     block_.clear();
     n_emitted_ = 0;
@@ -36,6 +37,7 @@ void Session::clear() {
 }
 
 void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
+    use_plain(false);  // the plain context decodes a row at a time
     observe_block();
     block_pos_ = target_->n_past();
     target_->decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
