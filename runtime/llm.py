@@ -190,9 +190,8 @@ def _choose_sidecar(
         if found.path == main.path:
             return Speculation(found.kind, found.path, found.reason, "embedded"), None
         opened, why = open_sidecar(found.path), f"{found.path.name} was found beside it"
-    what = (
-        opened.arch if opened.arch in ASSISTANTS else opened.kind
-    )  # an assistant reads its target's own cache
+    # An assistant reads its target's own cache.
+    what = opened.arch if isinstance(opened, Sidecar) and opened.arch in ASSISTANTS else opened.kind
     if what not in drafter_kinds():
         missing = f"{opened.path.name} is a {what} sidecar, and this version has no {what} drafter"
         if sidecar is None and wanted is None:

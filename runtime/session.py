@@ -71,6 +71,7 @@ class Session:
         self.n_ctx = n_ctx
         self.kind: str | None = None
         self._draft_vocab: DraftVocab | None = None
+        self._seen: list[int] = []  # tokens of a text that was left before the head got rows for them
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
@@ -169,7 +170,7 @@ class Session:
             stop=stop,
             depth=self.depth if depth is None else min(depth, self.depth),
             pace=self.pace if depth is None else None,
-            ignore_eos=ignore_eos,
+            ignore_eos=bool(ignore_eos),
         )
         return self._start(request)
 
@@ -223,8 +224,9 @@ class Session:
     def cancel(self) -> None:
         """Ends the running generation after its current round or piece of prompt. From any thread."""
         self._cancelled = True  # a plain flag: a signal handler may set it at any moment
-        if not self.closed:
-            self._native.cancel()
+        native = self._native  # another thread may close it meanwhile
+        if native is not None:
+            native.cancel()
 
     # Lifetime
 
@@ -276,8 +278,9 @@ class Session:
 
     def set_row(self, row: int, token: int) -> None:
         """Tells that a row of the head is another token's now."""
-        if not self.closed:
-            self._native.set_row(row, token)
+        native = self._native  # another thread may close it meanwhile
+        if native is not None:
+            native.set_row(row, token)
 
     @property
     def _native(self) -> Any:
@@ -371,15 +374,12 @@ class Generation(Iterator[str]):
         )
         self._session = session
         self._request = request
-        self._tokens: list[int] = []
-        self._reading = threading.Lock()
         self._is_whole = False  # whether all native calls have worked: what the session holds is then known
         self._native = _native.Generation(
-            session._native,
             request.chooser.native,
             request.pace,
             n_ctx=session.n_ctx,
-            max_tokens=request.max_tokens,
+            max_tokens=min(request.max_tokens, session.n_ctx),  # no prompt leaves room for more
             depth=request.depth,
             ignore_eog=request.ignore_eos,
             stop=request.stop,
@@ -395,14 +395,12 @@ class Generation(Iterator[str]):
     @property
     def tokens(self) -> list[int]:
         """What has been emitted, the end of text left out."""
-        with self._reading:
-            self._tokens += self._native.tokens_from(len(self._tokens))
-        return self._tokens
+        tokens: list[int] = self._native.tokens
+        return tokens
 
     @property
     def stats(self) -> Stats:
         self._stats.count(self._native.counts)
-        self._stats.n_tokens = len(self.tokens)
         return self._stats
 
     @property
@@ -449,7 +447,7 @@ class Generation(Iterator[str]):
             if first is None:
                 self._finish("cancelled")
                 return
-            shown = rounds.begin(first)
+            shown = rounds.begin(native, first)
             self._is_whole = True
             if rounds.end:
                 self._finish(rounds.end)
@@ -464,9 +462,9 @@ class Generation(Iterator[str]):
             clock, round_ = time.perf_counter, rounds.round
             while True:
                 started = clock()
-                shown = round_(turns)
+                shown = round_(native, turns)
                 while shown is None and self._give():
-                    shown = round_(turns)
+                    shown = round_(native, turns)
                 stats.generate_s += clock() - started
                 if rounds.end:
                     self._finish(rounds.end)
@@ -501,6 +499,7 @@ class Generation(Iterator[str]):
     def _remember(self) -> None:
         """After the text: what the session holds, and counts of its tokens."""
         session, rounds = self._session, self._native
+        session._seen = rounds.take_seen()
         if self._is_whole and rounds.whole:
             session._history = [*self._request.tokens, *rounds.chosen]
         if session._learn:
@@ -520,7 +519,8 @@ class Generation(Iterator[str]):
             else:
                 native.clear()
             todo = tokens[self._stats.n_reused :]
-            session._adopt(todo)
+            seen, session._seen = session._seen, []
+            session._adopt([*seen, *todo])
         while todo:
             if session._cancelled:
                 return None

@@ -66,7 +66,8 @@ class Stats:
 
     def count(self, counts: _native.Counts) -> None:
         """Takes over what the native loop has counted."""
-        self.n_rounds, self.n_drafted, self.n_accepted = counts.n_rounds, counts.n_drafted, counts.n_accepted
+        self.n_rounds, self.n_tokens = counts.n_rounds, counts.n_tokens
+        self.n_drafted, self.n_accepted = counts.n_drafted, counts.n_accepted
         self.draft_s, self.verify_s, self.accept_s = counts.draft_s, counts.verify_s, counts.accept_s
         self._drafted_at, self._accepted_at = counts.drafted_at, counts.accepted_at
 

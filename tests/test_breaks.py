@@ -247,7 +247,108 @@ running.wait()
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    "call", ["generation.tokens, generation.text, generation.stats", "_native.release_team()"]
+)
+def test_the_interpreter_may_end_while_daemon_threads_do_what_takes_no_turn(
+    pair_of: PairOf, call: str
+) -> None:
+    code = f"""
+import threading, time
+from llama_sidecar.runtime import _native, load
+model = load({str(pair_of("R").main)!r}, ctx=256, threads=1, depth=3)
+generation = model.generate("hello", max_tokens=20, temperature=0, ignore_eos=True)
+generation.read()
+def work():
+    while True:
+        {call}
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_handler_may_read_a_text_at_any_moment(model: Model) -> None:
+    """Also while what it has interrupted reads: at each function's beginning, and where a C function has returned."""
+    with model.session() as session:
+        generation = session.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
+        generation.read()
+        seen, n_tokens = list[list[int]](), list[int]()
+
+        def read() -> None:
+            inside = False
+
+            def handle(_frame: FrameType, event: str, _arg: object) -> None:
+                nonlocal inside
+                if event in ("call", "c_return") and not inside:
+                    inside = True
+                    seen.append(generation.tokens)
+                    inside = False
+
+            sys.setprofile(handle)
+            try:
+                seen.append(generation.tokens)
+                n_tokens.append(generation.stats.n_tokens)
+            finally:
+                sys.setprofile(None)
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert n_tokens == [12] and seen.count(generation.tokens) == len(seen) > 2
+
+
+def test_what_threads_read_of_a_text_only_grows(model: Model) -> None:
+    with model.session() as session:
+        generation = session.generate(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
+        wrong = list[object]()
+
+        def read() -> None:
+            tokens, n = list[int](), 0
+            while not generation.finished:
+                found = generation.tokens
+                if found[: len(tokens)] != tokens or generation.stats.n_tokens < n:
+                    wrong.append((tokens, found))
+                tokens, n = found, len(found)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        pieces = list(generation)
+        for thread in threads:
+            thread.join()
+        assert not wrong and "".join(pieces) == generation.text and len(generation.tokens) == 200
+
+
 # Lifetimes
+
+
+def test_a_text_that_is_kept_keeps_nothing_of_a_closed_session(model: Model) -> None:
+    """Else its buffers stay, and outlive the contexts that they are of."""
+    session = model.session()
+    left, whole = (session.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True) for _ in range(2))
+    next(left, None)
+    text, native = whole.read(), session._native
+    session.close()
+    assert sys.getrefcount(native) == 2  # `native` and the argument
+    assert whole.text == text and len(whole.tokens) == whole.stats.n_tokens == 12
+    session.cancel()
+    session.set_row(0, 1)
+
+
+@pytest.mark.parametrize("n_pieces", [0, 1, 3])
+def test_a_session_whose_text_was_left_in_the_middle_is_collected(model: Model, n_pieces: int) -> None:
+    session = model.session()
+    generation = session.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
+    for _ in range(n_pieces):
+        next(generation)
+    freed = session._free
+    del session, generation
+    gc.collect()
+    assert not freed.alive
 
 
 def test_a_session_that_has_generated_goes_with_its_last_reference(model: Model) -> None:
@@ -333,6 +434,14 @@ def test_a_sidecar_that_is_removed_while_loaded_costs_no_text(pair_of: PairOf, t
 
 
 # Arguments
+
+
+def test_any_number_of_tokens_may_be_asked_for(model: Model) -> None:
+    with model.session() as session:
+        for n in (255, 256, 2**31, 2**70):
+            generation = session.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=1)  # type: ignore[arg-type]
+            generation.read()
+            assert (generation.finish_reason, len(generation.tokens)) == ("length", 256 - len(PROMPT) + 1)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,23 @@ def test_sessions_share_rows_and_know_of_each_other_s(pair: models.Pair) -> None
             assert one_round.tokens == texts(plain, outside[:16])
 
 
+@pytest.mark.parametrize("depth", [0, 3])
+def test_tokens_of_a_text_that_was_left_get_rows_with_the_next_prompt(pair: models.Pair, depth: int) -> None:
+    """Also those of a text without drafts: what the session holds of them is not part of the next prompt's new tokens."""
+    with load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128) as model:  # 16 spare rows
+        assert model.draft_vocab is not None
+        with model.session() as session:
+            left = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True, depth=depth)
+            for _ in range(8):
+                next(left)
+            left.close()
+            new = set(left.tokens) - set(model.draft_vocab.ids)
+            assert new or depth, "choose another prompt"
+            again = session.generate([*PROMPT, *left.tokens], max_tokens=1, temperature=0, ignore_eos=True)
+            again.read()
+            assert again.stats.n_reused and set(left.tokens) <= set(model.draft_vocab.ids)
+
+
 def test_coverage_counts_the_tokens_that_had_a_row_when_they_came(pair: models.Pair) -> None:
     with load(
         pair.main, ctx=256, threads=1, depth=3, draft_vocab=224

@@ -374,6 +374,13 @@ def test_a_round_that_had_no_room_for_drafts_says_nothing() -> None:
     )
 
 
+def test_a_clock_that_is_too_coarse_for_the_drafter_spoils_nothing() -> None:
+    pace = Pace(Costs(plain_s=1.0, verify_s=(1.0, 1.1, 1.2), first_draft_s=0.05, draft_step_s=0.05))
+    for _ in range(20):
+        pace.observe(pace.depth(), pace.depth(), 0.0, 0.0)
+    assert all(math.isfinite(pace.speedup(depth)) for depth in (1, 2))
+
+
 def test_max_depth_is_kept() -> None:
     pace = Pace(MACHINES["GPU"], 2)
     for _ in range(100):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import random
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,44 @@ def test_bytes_one_by_one_give_whole_characters(text: str) -> None:
 
 def test_broken_utf8_is_replaced_and_not_held_for_ever() -> None:
     assert shown([b"a\xff", b"b\xe6\x97"], [])[0] == ["a\ufffd", "b", "\ufffd"]
+
+
+def n_begun(data: bytes) -> int:
+    """Length of the character that the end of `data` has cut, by the definition."""
+    whole = [chr(c).encode() for c in (*range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x40))]
+    begun = {character[:n] for character in whole for n in range(1, len(character))}
+    return next((n for n in (3, 2, 1) if len(data) >= n and data[-n:] in begun), 0)
+
+
+def test_any_bytes_in_any_pieces_are_shown_as_python_replaces_them_and_as_soon_as_they_can_be() -> None:
+    rng = random.Random(0)
+    some = [
+        *"aé日😀\n".encode(),
+        0xC0,
+        0xC1,
+        0xC2,
+        0xDF,
+        0xE0,
+        0xED,
+        0xF0,
+        0xF4,
+        0xF5,
+        0xFF,
+        0x80,
+        0x8F,
+        0x90,
+        0x9F,
+        0xA0,
+    ]
+    for _ in range(300):
+        data, start, shown_text = bytes(rng.choices(some, k=rng.randrange(24))), 0, ""
+        stream = TextStream()
+        while start < len(data):
+            end = start + rng.randrange(1, 4)
+            shown_text += stream.push(data[start:end])
+            start = min(end, len(data))
+            assert shown_text == data[: start - n_begun(data[:start])].decode("utf-8", "replace")
+        assert shown_text + stream.finish(cut=False) == data.decode("utf-8", "replace")
 
 
 def test_a_text_that_is_cut_ends_before_the_character_that_the_end_cuts() -> None:

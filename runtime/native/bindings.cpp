@@ -69,7 +69,9 @@ NB_MODULE(_native, m) {
             return nb::bytes(text.data(), text.size());
         },
         "llama.cpp's errors in this thread since the last call.");
-    m.def("release_team", &release_team, nb::call_guard<nb::gil_scoped_release>(),
+    // With the GIL: a thread that asks for it back while the interpreter ends would end the process. Those that compute are
+    // safe from that by their turns, which llm.py takes for good before.
+    m.def("release_team", &release_team,
           "Ends the OpenMP threads that wait for this thread's next product.");
     m.def("waiting", [] { return Waiting::of_process().state(); },
           "How OpenMP's threads wait: 'spin', 'sleep' (others use the processors), or 'as it is' set by the user or the system.");
@@ -203,6 +205,7 @@ NB_MODULE(_native, m) {
         .def_ro("n_accepted", &Counts::n_accepted)
         .def_ro("drafted_at", &Counts::drafted_at)
         .def_ro("accepted_at", &Counts::accepted_at)
+        .def_ro("n_tokens", &Counts::n_tokens)
         .def_ro("n_known", &Counts::n_known)
         .def_ro("n_chosen", &Counts::n_chosen)
         .def_ro("draft_s", &Counts::draft_s)
@@ -212,29 +215,26 @@ NB_MODULE(_native, m) {
     nb::class_<Generation>(m, "Generation", "A text: rounds one after another until it ends. See generation.h.")
         .def(
             "__init__",
-            [](Generation * self, Session & session, Chooser & chooser, Pacing * pacing, int32_t n_ctx,
-               int32_t max_tokens, int32_t depth, bool ignore_eog, const std::vector<std::string> & stop) {
-                new (self) Generation(session, chooser, pacing, {n_ctx, max_tokens, depth, ignore_eog, stop});
+            [](Generation * self, Chooser & chooser, Pacing * pacing, int32_t n_ctx, int32_t max_tokens, int32_t depth,
+               bool ignore_eog, const std::vector<std::string> & stop) {
+                new (self) Generation(chooser, pacing, {n_ctx, max_tokens, depth, ignore_eog, stop});
             },
-            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "session"_a, "chooser"_a,
-            "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
+            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "chooser"_a, "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
             "stop"_a = std::vector<std::string>())
-        .def("see", &Generation::see, "tokens"_a)
-        .def("begin", &Generation::begin, "first"_a)
+        .def("begin", &Generation::begin, "session"_a, "first"_a)
         .def(
             "round",
-            [](Generation & self, Turns & turns) {
+            [](Generation & self, Session & session, Turns & turns) {
                 std::optional<std::string> shown;
                 const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
                 const nb::gil_scoped_release no_gil;
                 turns.take();
-                shown = self.round();
+                shown = self.round(session);
                 return shown;
             },
-            "turns"_a, "A round in a turn of its own.")
+            "session"_a, "turns"_a, "A round in a turn of its own.")
         .def("finish", &Generation::finish)
         .def("take_seen", &Generation::take_seen)
-        .def("tokens_from", &Generation::tokens_from, "n"_a, no_gil)
         .def_prop_ro("wants_rows", [](const Generation & self) { return self.needs() == Generation::Need::rows; })
         .def_prop_ro("wants_plain_context", [](const Generation & self) { return self.needs() == Generation::Need::plain_context; })
         .def_prop_ro(
@@ -249,6 +249,7 @@ NB_MODULE(_native, m) {
             },
             "How the text ended; None while it goes on.")
         .def_prop_ro("whole", &Generation::whole)
+        .def_prop_ro("tokens", &Generation::tokens)
         .def_prop_ro("chosen", &Generation::chosen)
         .def_prop_ro("text", &Generation::text)
         .def_prop_ro("counts", &Generation::counts);

@@ -1,10 +1,11 @@
 // A text: rounds one after another until it ends. What it has emitted, what of that can be shown, and what it cost.
 //
-// begin() takes the first token, which the prompt paid for; each round() then emits more. A round that needs something from
-// outside first does nothing but say so (`needs()`): the caller gives it and calls again. Python is entered once a round and no
-// more: after a decode the weights have pushed everything else out of the processor's caches, and each call costs its misses.
+// Order of calls: begin() takes the first token, which the prompt paid for; round() emits more until it returns nothing and
+// needs() says nothing either: the text has ended, and finish() has what was held back. A round that needs something from
+// outside first does nothing but say so: the caller gives it and calls again. Python is entered once a round and no more: after
+// a decode the weights have pushed everything else out of the processor's caches, and each call costs its misses.
 //
-// One thread calls begin(), round() and finish(); any thread may read.
+// One thread at a time calls all this; any other may meanwhile read tokens(), chosen(), text() and counts().
 #pragma once
 
 #include <mutex>
@@ -21,6 +22,7 @@ namespace sidecar {
 struct Counts {
     int32_t n_rounds = 0, n_drafted = 0, n_accepted = 0;
     std::vector<int32_t> drafted_at, accepted_at;  // by position
+    int32_t n_tokens = 0;               // of the text
     int32_t n_known = 0, n_chosen = 0;  // of the tokens chosen, the end of text included, how many the head had a row for
     double draft_s = 0.0, verify_s = 0.0, accept_s = 0.0;
 };
@@ -41,18 +43,16 @@ class Generation {
         std::vector<std::string> stop;
     };
 
-    // All that it is given must outlive its last round; `pacing` may be null.
-    Generation(Session & session, Chooser & chooser, Pacing * pacing, Limits limits);
+    // What it is given must outlive its last round; `pacing` may be null. The session is named anew each time, so that a text
+    // that is kept keeps no session.
+    Generation(Chooser & chooser, Pacing * pacing, Limits limits);
 
-    // Tokens of the prompt that are new to the session.
-    void see(const std::vector<llama_token> & tokens);
-
-    // The text's first token; returns what of it can be shown.
-    std::string begin(llama_token first);
+    // The text's first token; returns what of it can be shown. While nobody gives the head other rows.
+    std::string begin(Session & session, llama_token first);
 
     // A round; what can be shown of it, which may be nothing yet. No value when the text has ended or the round needs something
-    // first. In the model's turn, as begin().
-    std::optional<std::string> round();
+    // first. In the model's turn. What the session, the chooser or `pacing` throw leaves whole() as it then is.
+    std::optional<std::string> round(Session & session);
 
     // What was held back, once the text has ended.
     std::string finish();
@@ -64,16 +64,15 @@ class Generation {
     // Tokens seen since the last call, for rows of the head.
     std::vector<llama_token> take_seen();
 
-    std::vector<llama_token> tokens_from(size_t n) const;  // emitted, the first n left out
-    std::vector<llama_token> chosen() const;               // emitted, and the token that ended the text
-    std::string text() const;                              // what has been shown
+    std::vector<llama_token> tokens() const;  // emitted
+    std::vector<llama_token> chosen() const;  // emitted, and the token that ended the text
+    std::string text() const;                 // what has been shown
     Counts counts() const;
 
   private:
-    void place(bool plain);
-    int32_t take(const std::vector<llama_token> & tokens, std::string & shown);
+    void place(Session & session, bool plain);
+    int32_t take(Session & session, const std::vector<llama_token> & tokens, std::string & shown);
 
-    Session & session_;
     Chooser & chooser_;
     Pacing * const pacing_;
     const Limits limits_;
@@ -86,8 +85,7 @@ class Generation {
     End end_ = End::none;
 
     mutable std::mutex mutex_;  // for what other threads read
-    std::vector<llama_token> chosen_;
-    size_t n_tokens_ = 0;  // of chosen_ that are text
+    std::vector<llama_token> chosen_;  // the first counts_.n_tokens of them are text
     std::string text_;
     Counts counts_;
 };

@@ -91,6 +91,7 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
         throw std::invalid_argument(std::to_string(n_accepted) + " of " + std::to_string(n_drafted) +
                                     " drafts stood, at a depth of at most " + std::to_string(max_depth()));
     }
+    draft_s = std::max(draft_s, shortest_s);
     verify_s = std::max(verify_s, shortest_s);
     if (n_drafted > 0) {
         observe_drafts(n_drafted, n_accepted, draft_s, verify_s);
