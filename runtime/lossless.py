@@ -158,7 +158,7 @@ def compare_widths(
         0.0
     """
     script = [*prompt, *text]
-    chooser = _native.coin_chooser(1.0, 0)  # every draft of the script stands
+    chooser = _native.forced_chooser(list(text))  # every draft of the script stands
     found, spreads = Rounding(), list[float]()
     with (
         model.session(spec_type="none") as plain,
@@ -166,32 +166,22 @@ def compare_widths(
     ):
         feed(plain, prompt)
         feed(wide, prompt)
-        pos, n_wide = len(prompt), itertools.cycle(range(1, depth + 1))
         wide._native.first(chooser)
-        while True:
-            n_rows = 0
-            if wide._native.last == script[pos]:
+        n_drafts, rows = itertools.cycle(range(1, depth + 1)), list[Row]()
+        for pos, token in enumerate(text):
+            one = logits(plain)
+            for rival in (rivals or {}).get(pos, ()):
+                found.margins[pos, rival] = float(one[token] - one[rival])
+            feed(plain, [token])
+            if not rows:
                 with model.turns:
-                    n_rows = 1 + wide._native.step(chooser, next(n_wide), True).n_drafted
-            else:  # another token was the best here: the text's own all the same
-                feed(wide, [script[pos]])
-                wide._native.first(chooser)
-            for i in range(max(1, n_rows)):
-                one = logits(plain)
-                for rival in (rivals or {}).get(pos - len(prompt), ()):
-                    found.margins[pos - len(prompt), rival] = float(one[script[pos]] - one[rival])
-                if pos == len(script) - 1:
-                    break
-                feed(plain, [script[pos]])
-                pos += 1
-                if n_rows:
-                    one, several = logits(plain), logits(wide, i)
-                    found.n_rows += 1
-                    found.difference = max(found.difference, float(np.max(np.abs(one - several))))
-                    found.flips += flip_probability(one, several, temperature)
-                    spreads.append(float(np.std(one)))
-            if pos == len(script) - 1:
-                break
+                    n_rows = 1 + wide._native.step(chooser, next(n_drafts), True).n_drafted
+                rows = [logits(wide, i) for i in range(n_rows)]
+            one, several = logits(plain), rows.pop(0)
+            found.n_rows += 1
+            found.difference = max(found.difference, float(np.max(np.abs(one - several))))
+            found.flips += flip_probability(one, several, temperature)
+            spreads.append(float(np.std(one)))
     _native.release_team()
     found.spread = float(np.mean(spreads)) if spreads else 0.0
     return found

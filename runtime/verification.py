@@ -350,6 +350,8 @@ class _Verification:
         model, report = self._model, self._report
         flips: list[float] = []
         for i in range(N_SEEDS):
+            if i and time.perf_counter() > self._deadline - DRAW_SHARE * self._budget_s:
+                break
             options = _sampling(report.seed + i)
             with model.session(spec_type="none", learn=False) as session:
                 plain = self._write(session, prompt, **options).tokens
@@ -370,14 +372,16 @@ class _Verification:
     def _draw(self, prompt: list[int]) -> None:
         """The joint of the first tokens: speculative against plain, every draw with a seed of its own."""
         model, report = self._model, self._report
-        started, samples = time.perf_counter(), ([], [])  # type: tuple[float, tuple[list[tuple[int, ...]], ...]]
+        samples: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+        started, share_s = time.perf_counter(), DRAW_SHARE * self._budget_s
         seeds = itertools.count(report.seed + N_SEEDS)
         with (
             model.session(spec_type="none", learn=False) as plain,
             model.session(depth=report.depth, learn=False) as spec,
         ):
             for i in range(N_DRAWS):
-                if time.perf_counter() - started > DRAW_SHARE * self._budget_s:
+                spent_s = time.perf_counter() - started
+                if spent_s > share_s or (0 < i < MIN_DRAWS and MIN_DRAWS * spent_s / i > share_s):
                     break
                 self._progress(f"draws at temperature {TEMPERATURE:g}", i / N_DRAWS)
                 for session, sample in zip((plain, spec), samples, strict=True):
@@ -385,7 +389,9 @@ class _Verification:
                     sample.append(tuple(text.tokens))
         n = len(samples[0])
         if n < MIN_DRAWS:
-            report.warnings.append(f"{n} draws are too few for a distribution test (--budget)")
+            report.warnings.append(
+                f"no distribution test: {MIN_DRAWS} draws do not fit into {share_s:.0f} seconds (--budget)"
+            )
             return
         n_cells, p = same_distribution(*samples)
         report.draws = Draws(n, N_JOINT, n_cells, p)

@@ -49,7 +49,7 @@ def test_a_sound_model_is_identical_in_texts_states_seeds_and_draws(report: Repo
     assert report.verdict == IDENTICAL and report.faults == []
     assert len(report.trials) == 2 * 5  # right for the first 0 .. 3, and its own
     assert all(t.divergence is None and t.state_equal and t.next_difference == 0 for t in report.trials)
-    assert report.rounding.difference == 0 and report.rounding.n_rows == N - 1 and report.rounding.spread > 0
+    assert report.rounding.difference == 0 and report.rounding.n_rows == N and report.rounding.spread > 0
     assert report.seeded == [None] * 4
     assert report.draws is not None and report.draws.p > 1e-4
     lengths = [trial.mean_accepted_length for trial in report.trials[:4]]
@@ -106,6 +106,7 @@ def test_one_skipped_rewind_is_a_bug_where_widths_round_differently(
         sound = verify(model, PROMPTS[:1], n=N)
         assert sound.verdict in (IDENTICAL, NEAR_TIE), sound.faults
         assert 0 < sound.rounding.difference < 0.1 * sound.rounding.spread
+        assert sound.seeded_p > 0.01, "rounding is measured on the seeded texts, none of which is greedy"
         assert sabotage(monkeypatch) == []
         assert verify(model, PROMPTS[:1], n=N).verdict == BUG
 
@@ -161,12 +162,13 @@ def test_widths_of_f32_differ_by_rounding_and_margins_are_those_of_rivals(pair_o
         rival = (text.tokens[5] + 1) % 256
         found = compare_widths(model, prompt, text.tokens, depth=2, rivals={5: {rival}, 0: {rival}})
         assert set(found.margins) == {(5, rival), (0, rival)} and found.margins[5, rival] > 0
-        assert found.n_rows == 11 and found.difference < 0.01 * found.spread
+        assert found.n_rows == 12 and found.difference < 0.01 * found.spread
 
 
 def test_the_text_compared_need_not_be_the_models_own(model: Model) -> None:
     prompt, text = PROMPTS[0].tokens(model), list(b"any text at all, whatever it likes")
-    assert compare_widths(model, prompt, text, depth=3).difference == 0
+    found = compare_widths(model, prompt, text, depth=3)
+    assert found.difference == found.flips == 0 and found.n_rows == len(text)
 
 
 def test_the_distribution_test_finds_a_wrong_distribution_and_no_other() -> None:
@@ -251,3 +253,16 @@ def test_nothing_to_verify_is_refused(model: Model, pair_of: PairOf) -> None:
         verify(model, [Prompt("", "none")])
     with load(pair_of("R", "Q8_0").main, spec_type="none", ctx=64) as plain, pytest.raises(LoadError):
         verify(plain, PROMPTS)
+
+
+def test_a_budget_that_is_too_small_says_what_was_left_out(model: Model) -> None:
+    report = verify(model, PROMPTS, n=64, budget_s=1e-3)
+    said = " ".join(report.warnings)
+    assert report.verdict == IDENTICAL and report.n == verification.MIN_TOKENS and report.draws is None
+    assert (
+        "16 tokens a text instead of 64" in said
+        and "1 of 2 prompts" in said
+        and "no distribution test" in said
+    )
+    assert len(report.seeded) == 2, "one seed"
+    json.dumps(report.to_json())

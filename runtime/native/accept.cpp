@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <utility>
 
 namespace sidecar {
 
@@ -38,11 +40,23 @@ struct Coin : Chooser {
     }
 };
 
+struct Forced : Chooser {
+    std::vector<llama_token> tokens;
+    size_t next = 0;
+    explicit Forced(std::vector<llama_token> t) : tokens(std::move(t)) {
+        if (tokens.empty()) throw std::invalid_argument("forced_chooser needs a token");
+    }
+    llama_token choose(const Target &, int32_t, llama_token) override {
+        return tokens[std::min(next++, tokens.size() - 1)];
+    }
+};
+
 }  // namespace
 
 std::unique_ptr<Chooser> greedy_chooser() { return std::make_unique<Greedy>(); }
 std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain) { return std::make_unique<Chain>(chain); }
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed) { return std::make_unique<Coin>(p_accept, seed); }
+std::unique_ptr<Chooser> forced_chooser(std::vector<llama_token> tokens) { return std::make_unique<Forced>(std::move(tokens)); }
 
 int32_t argmax(const float * values, int32_t n) {
     // One pass for the maximum with a compiler vector (GCC and Clang), then a search in the block that holds it.

@@ -29,6 +29,8 @@ std::unique_ptr<Chooser> greedy_chooser();
 std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain);
 // For benchmarks: the draft stands with probability p_accept, whatever the target says. The text is meaningless.
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed);
+// For measuring: chooses these tokens one after another, whatever the logits are, and the last of them for ever.
+std::unique_ptr<Chooser> forced_chooser(std::vector<llama_token> tokens);
 
 // First index of the largest of n floats; NaN never wins. n >= 1.
 int32_t argmax(const float * values, int32_t n);

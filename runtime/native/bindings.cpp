@@ -108,6 +108,7 @@ NB_MODULE(_native, m) {
         [](uintptr_t chain) { return chain_chooser(reinterpret_cast<llama_sampler *>(chain)); }, "chain"_a,
         "Chooses by a llama_sampler chain, which must outlive the result.");
     m.def("coin_chooser", &coin_chooser, "p_accept"_a, "seed"_a);
+    m.def("forced_chooser", &forced_chooser, "tokens"_a, "Chooses these tokens, whatever the logits are.");
 
     nb::class_<Round>(m, "Round")
         .def_ro("tokens", &Round::tokens)
