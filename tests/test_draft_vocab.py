@@ -147,8 +147,10 @@ def test_adopted_rows_are_drafted_with(pair: models.Pair, computing: str) -> Non
     if computing == "ours" and kernels.problem():
         pytest.skip("our kernels are not to be had here")
     with (
-        load(pair.main, ctx=256, threads=1, depth=3, draft_vocab=128, kernels=computing) as half,
-        load(pair.main, ctx=256, threads=1, depth=3, draft_vocab="full") as full,
+        load(
+            pair.main, ctx=256, threads=1, depth=3, draft_vocab=128, kernels=computing, flash_attn="off"
+        ) as half,
+        load(pair.main, ctx=256, threads=1, depth=3, draft_vocab="full", flash_attn="off") as full,
     ):
         assert half.draft_vocab is not None
         outside = [t for t in range(256) if t not in half.draft_vocab.ids]
