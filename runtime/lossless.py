@@ -93,7 +93,7 @@ def sweep(model: Model, prompt: Sequence[int], *, depths: Iterable[int], n: int)
 
 
 def logits(session: Session, row: int = -1) -> Row:
-    """Logits (n_vocab,) of a row of the session's last decode; a view that its next decode overwrites."""
+    """Logits (n_vocab,) of a row of the last decode of the session's first context; a view that its next one overwrites."""
     pointer = llama().llama_get_logits_ith(session._contexts[0], row)
     return np.ctypeslib.as_array(pointer, (session.model.vocab.n_tokens,))
 

@@ -238,10 +238,9 @@ class _Ended:
     def of(cls, session: Session, last: int) -> _Ended:
         with session.model.turns:
             state = session._native.state()
-        # In the plain context, too, that pace may have moved to: the session's own row is a native call's.
         feed(session, [last])
         with session.model.turns:
-            following = np.array(session._native.logits(0), np.float32)
+            following = np.array(session._native.logits(0), np.float32)  # of whichever context pace is in
         return cls(state, following)
 
 

@@ -64,6 +64,13 @@ def test_the_report_has_every_published_figure(report: Report) -> None:
     assert "**identical**" in summary(report)
 
 
+def test_the_depths_that_pace_chooses_are_verified_too(pair_of: PairOf) -> None:
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=1) as model:
+        report = verify(model, PROMPTS[:1], n=N)
+    assert report.verdict == IDENTICAL
+    assert [trial.drafter for trial in report.trials][-2:] == ["mtp depth 4", "mtp pace"]
+
+
 def sabotage(patch: pytest.MonkeyPatch) -> list[int]:
     """Skips one rewind of a speculative session: a row that was to be taken back stays, and the one before it goes.
 
