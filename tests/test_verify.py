@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import drafts
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -69,6 +70,15 @@ def test_the_depths_that_pace_chooses_are_verified_too(pair_of: PairOf) -> None:
         report = verify(model, PROMPTS[:1], n=N)
     assert report.verdict == IDENTICAL
     assert [trial.drafter for trial in report.trials][-2:] == ["mtp depth 4", "mtp pace"]
+
+
+@pytest.mark.parametrize("arch", drafts.TARGETS)
+def test_drafters_that_read_layer_inputs_are_verified_too(arch: str, tmp_path: Path) -> None:
+    main = drafts.write_target(tmp_path, arch)
+    sidecar = drafts.write_dflash(tmp_path, markov=True)
+    with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
+        report = verify(model, PROMPTS[:1], n=16)
+    assert report.verdict == IDENTICAL and report.trials[-1].drafter == "dspark depth 3"
 
 
 def sabotage(patch: pytest.MonkeyPatch) -> list[int]:
