@@ -447,11 +447,11 @@ class Generation(Iterator[str]):
             if first is None:
                 self._finish("cancelled")
                 return
-            shown = rounds.begin(native, first)
+            opening = rounds.begin(native, first)
             self._is_whole = True
             if rounds.end:
                 self._finish(rounds.end)
-            yield shown
+            yield opening
             if request.depth and not rounds.end:
                 started = time.perf_counter()
                 with turns:
