@@ -345,6 +345,7 @@ def test_a_conversion_that_is_ended_leaves_nothing(number: signal.Signals, tmp_p
         "    return write(*part)\n"
         f"writer._write_slice, sys.argv = slow, {arguments!r}\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup, around the tests, has it ignored
         "main()"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

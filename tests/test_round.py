@@ -313,12 +313,16 @@ class Interrupted(_native.Pacing):
 
 
 def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model) -> None:
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job has it ignored
     with model.session() as session:
         session.pace = Interrupted()
         generation = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
         with pytest.raises(KeyboardInterrupt):
             generation.read()
         assert generation.finish_reason == "cancelled"
+        signal.signal(signal.SIGINT, before)
         session.pace = None
         assert ids(session) == plain_ids(model)
 
