@@ -24,8 +24,8 @@ class Stats:
     `waiting` is how OpenMP's threads waited at the end: "spin", "sleep" while others used the processors, "as it is" where the user
     or the system decides.
 
-    >>> stats = Stats(kind="mtp", speculation="on", why="beside the main file", depth=3)
-    >>> stats.add_round(n_drafted=3, n_accepted=2)
+    >>> stats = Stats("mtp", "on", "beside the main file", depth=3, n_rounds=1, n_drafted=3, n_accepted=2,
+    ...               _drafted_at=[1, 1, 1], _accepted_at=[1, 1, 0])
     >>> stats.mean_accepted_length, stats.accepted_per_position, stats.rounds_per_depth
     (3.0, [1.0, 1.0, 0.0], [0, 0, 0, 1])
     """
@@ -51,18 +51,6 @@ class Stats:
     waiting: str = ""
     _drafted_at: list[int] = field(default_factory=list)
     _accepted_at: list[int] = field(default_factory=list)
-
-    def add_round(self, *, n_drafted: int, n_accepted: int) -> None:
-        """Counts one round."""
-        self.n_rounds += 1
-        self.n_drafted += n_drafted
-        self.n_accepted += n_accepted
-        while len(self._drafted_at) < n_drafted:
-            self._drafted_at.append(0)
-            self._accepted_at.append(0)
-        for i in range(n_drafted):
-            self._drafted_at[i] += 1
-            self._accepted_at[i] += i < n_accepted
 
     def count(self, counts: _native.Counts) -> None:
         """Takes over what the native loop has counted."""

@@ -157,7 +157,6 @@ NB_MODULE(_native, m) {
         .def("catch_up", &Session::catch_up, no_gil)
         .def(
             "set_plain_context", [](Session & self, uintptr_t ctx) { self.set_plain_context(context_at(ctx)); }, "ctx"_a)
-        .def_prop_ro("has_plain_context", &Session::has_plain_context)
         .def("use_plain", &Session::use_plain, "plain"_a, no_gil)
         .def_prop_ro("is_plain", &Session::is_plain)
         .def("set_row", &Session::set_row, "row"_a, "token"_a)
@@ -181,7 +180,6 @@ NB_MODULE(_native, m) {
             "KV cache and recurrent state of the standing positions, as llama.cpp serialises them.")
         .def("cancel", [](Session & self) { self.cancelled = true; }, "Ends the running text after its current round.")
         .def("uncancel", [](Session & self) { self.cancelled = false; })
-        .def_prop_ro("cancelled", [](const Session & self) { return self.cancelled.load(); })
         .def_prop_ro("last", &Session::last)
         .def_prop_ro("n_past", &Session::n_past)
         .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })
