@@ -207,19 +207,43 @@ def load_options(function: Command) -> Command:
     return _add(command, _LOAD_OPTIONS)
 
 
+def length_option(n: int) -> Callable[[Command], Command]:
+    """Adds -n, the length (by default `n`) of texts that are measured."""
+    return click.option(
+        "-n",
+        "--n-predict",
+        "n",
+        type=click.IntRange(2),
+        metavar="N",
+        default=n,
+        show_default=True,
+        help="Tokens per text.",
+    )
+
+
+def seed_option(help: str) -> Callable[[Command], Command]:
+    """Adds --seed, 0 by default, so that what is measured can be measured again."""
+    return click.option(
+        "-s", "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help=help
+    )
+
+
+def budget_option(seconds: float, help: str) -> Callable[[Command], Command]:
+    """Adds --budget, the seconds that a command may take."""
+    return click.option(
+        "--budget",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        default=seconds,
+        show_default=True,
+        help=help,
+    )
+
+
 def text_options(n: int) -> Callable[[Command], Command]:
     """Adds -n and --temp, the length (by default `n`) and temperature of texts that are measured."""
     options = (
-        click.option(
-            "-n",
-            "--n-predict",
-            "n",
-            type=click.IntRange(2),
-            metavar="N",
-            default=n,
-            show_default=True,
-            help="Tokens per text.",
-        ),
+        length_option(n),
         click.option(
             "--temp",
             "temperature",

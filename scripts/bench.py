@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 
-from ._options import Loader, load_options, text_options
+from ._options import Loader, budget_option, load_options, seed_option, text_options
 from ._report import summary
 from ._show import note
 
@@ -31,21 +31,9 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts
     f"[...]}}; or a built-in set: {', '.join(BUILT_IN)}. May be repeated.  [default: all built-in sets]",
 )
 @text_options(128)
-@click.option(
-    "-s",
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of both runs of a pair.",
-)
-@click.option(
-    "--budget",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    default=300.0,
-    show_default=True,
-    help="Time to take: texts are shortened to it, then pairs are left out, and the output says so.",
+@seed_option("Seed of both runs of a pair.")
+@budget_option(
+    300.0, "Time to take: texts are shortened to it, then pairs are left out, and the output says so."
 )
 @click.option(
     "--synthetic-length",

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 from llama_sidecar.runtime.tuning import Tuning, tune
 
-from ._options import Loader, load_options, text_options
+from ._options import Loader, budget_option, load_options, text_options
 from ._show import note, table
 from .bench import BUILT_IN
 
@@ -29,14 +29,7 @@ from .bench import BUILT_IN
     help="Your own prompts, as `bench` takes them. May be repeated.  [default: the built-in ones]",
 )
 @text_options(64)
-@click.option(
-    "--budget",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    default=60.0,
-    show_default=True,
-    help="Time to take: fewer prompts are then measured, and shorter texts.",
-)
+@budget_option(60.0, "Time to take: fewer prompts are then measured, and shorter texts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @load_options
 def command(

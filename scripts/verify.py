@@ -17,7 +17,7 @@ from llama_sidecar.runtime.verification import BUG, IDENTICAL, NEAR_TIE, TEMPERA
 from llama_sidecar.sidecars import LlamaSidecarError
 from llama_sidecar.sidecars.errors import printable
 
-from ._options import Loader, load_options
+from ._options import Loader, budget_option, length_option, load_options, seed_option
 from ._show import note, table
 from .bench import BUILT_IN
 
@@ -41,31 +41,10 @@ class BadInput(click.ClickException):
     metavar="FILE",
     help="Your own prompts, as `bench` takes them. May be repeated.  [default: the built-in ones]",
 )
-@click.option(
-    "-n",
-    "--n-predict",
-    "n",
-    type=click.IntRange(2),
-    metavar="N",
-    default=128,
-    show_default=True,
-    help="Tokens per text.",
-)
-@click.option(
-    "-s",
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="First seed of the texts with temperature.",
-)
-@click.option(
-    "--budget",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    default=60.0,
-    show_default=True,
-    help="Time to take: texts are shortened to it, then prompts are left out, and the output says so.",
+@length_option(128)
+@seed_option("First seed of the texts with temperature.")
+@budget_option(
+    60.0, "Time to take: texts are shortened to it, then prompts are left out, and the output says so."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @load_options
