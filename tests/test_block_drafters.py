@@ -8,6 +8,7 @@ from typing import Any
 import drafts
 import models
 import pytest
+from native_rounds import drafts_at_depths
 
 from llama_sidecar.runtime import LoadError, Model, _native, load, reference
 from llama_sidecar.sidecars import open_sidecar
@@ -102,21 +103,11 @@ def test_drafts_of_which_some_stand_leave_nothing_in_the_target(
 def test_a_drafter_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
     form: str, n_prompt: int, mains: dict[str, Path], tmp_path: Path
 ) -> None:
-    prompt, seen = (PROMPT * 4)[:n_prompt], []
+    prompt, depths = (PROMPT * 4)[:n_prompt], (0, 0, 0, 3, 0, 2, 5)
     sidecar = drafts.write_dflash(tmp_path, **FORMS[form])
     with load(mains["qwen35"], sidecar, ctx=256, threads=1, depth=5) as model:
-        for catches_up in (False, True):
-            with model.session() as session:
-                native, chooser = session._native, _native.greedy_chooser()
-                native.feed(prompt, True)
-                native.first(chooser)
-                found = []
-                for depth in (0, 0, 0, 3, 0, 2, 5):
-                    if catches_up:
-                        native.catch_up()
-                    found.append(native.step(chooser, depth, True).drafts)
-                seen.append(found)
-    assert seen[0] == seen[1]
+        late, at_once = (drafts_at_depths(model, prompt, depths, catches_up=c) for c in (False, True))
+    assert late == at_once
 
 
 def test_plain_rounds_for_long_and_the_end_of_the_context(mains: dict[str, Path], tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import drafts
 import models
 import numpy as np
 import pytest
+from native_rounds import drafts_at_depths, moved_rounds
 
 from llama_sidecar.runtime import LoadError, Model, _native, load, reference
-from llama_sidecar.runtime.sampling import address
-from llama_sidecar.runtime.weights import free_context, make_draft_context, make_target_context
 from llama_sidecar.sidecars import open_sidecar
 from llama_sidecar.sidecars.errors import BadRows, PairMismatch
 
@@ -112,23 +111,13 @@ def test_nothing_of_a_draft_stays_in_the_target(model: Model) -> None:
 def test_a_drafter_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
     main: Path, n_prompt: int, tmp_path: Path
 ) -> None:
-    prompt, seen = (PROMPT * 4)[:n_prompt], []
+    prompt, depths = (PROMPT * 4)[:n_prompt], (0, 0, 0, 3, 0, 2, 3)
     sidecar = drafts.write_eagle3(
         tmp_path
     )  # of full random weights: its drafts depend on all that came before
     with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
-        for catches_up in (False, True):
-            with model.session() as session:
-                native, chooser = session._native, _native.greedy_chooser()
-                native.feed(prompt, True)
-                native.first(chooser)
-                found = []
-                for depth in (0, 0, 0, 3, 0, 2, 3):
-                    if catches_up:
-                        native.catch_up()
-                    found.append(native.step(chooser, depth, True).drafts)
-                seen.append(found)
-    assert seen[0] == seen[1]
+        late, at_once = (drafts_at_depths(model, prompt, depths, catches_up=c) for c in (False, True))
+    assert late == at_once
 
 
 @pytest.mark.parametrize("batch", [7, 64, 256])
@@ -225,29 +214,10 @@ def test_moving_to_the_plain_context_and_back_changes_nothing(tmp_path: Path) ->
     """A recurrent target's plain rounds, without rollback slots: the drafter sees the rows of both contexts."""
     main = drafts.write_target(tmp_path, "qwen35")
     sidecar = drafts.write_eagle3(tmp_path)
-    seen = []
+    depths = (3, 3, 0, 0, 3, 0, 0, 0, 3)
     with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
-        for moves in (False, True):
-            target = make_target_context(model.weights, model.settings, n_ctx=256, depth=3, n_slots=3)
-            plain = make_target_context(model.weights, model.settings, n_ctx=256, depth=0, n_slots=0)
-            draft = make_draft_context(model.head_weights, model.settings, n_ctx=256, other=target)
-            native = _native.Session(address(target), kind="eagle3", draft_ctx=address(draft))
-            if moves:
-                native.set_plain_context(address(plain))
-            chooser = _native.greedy_chooser()
-            native.feed(PROMPT, True)
-            text, found = [native.first(chooser)], []
-            for depth in (3, 3, 0, 0, 3, 0, 0, 0, 3):
-                native.use_plain(depth == 0)
-                assert native.is_plain == (moves and depth == 0)
-                step = native.step(chooser, depth, True)
-                text += step.tokens
-                found.append(step.drafts)
-            seen.append((text, found, native.state()))
-            del native
-            for context in (draft, plain, target):
-                free_context(context)
-    assert seen[0] == seen[1]
+        stays, moves = (moved_rounds(model, PROMPT, depths, moves=m) for m in (False, True))
+    assert stays == moves
 
 
 def test_pace_may_choose_the_depth(main: Path) -> None:

@@ -15,6 +15,7 @@ import models
 import numpy as np
 import pytest
 from conftest import PairOf
+from native_rounds import drafts_at_depths, moved_rounds
 
 from llama_sidecar.runtime import (
     Model,
@@ -26,8 +27,6 @@ from llama_sidecar.runtime import (
     load,
     reference,
 )
-from llama_sidecar.runtime.sampling import address
-from llama_sidecar.runtime.weights import free_context, make_draft_context, make_target_context
 
 PROMPT = list(b"hello world, this is where it starts")
 N = 64
@@ -464,47 +463,17 @@ def test_a_head_that_catches_up_late_drafts_as_one_that_caught_up_at_once(
     model: Model, n_prompt: int
 ) -> None:
     """Plain rounds pile up rows for the head; the next draft decodes them in pieces of the head's batch of 128."""
-    prompt = (PROMPT * 6)[:n_prompt]
-    seen = []
-    for catches_up in (False, True):
-        with model.session() as session:
-            native, chooser = session._native, _native.greedy_chooser()
-            native.feed(prompt, True)
-            native.first(chooser)
-            drafts = []
-            for depth in (0, 0, 0, 3, 0, 2, 3):
-                if catches_up:
-                    native.catch_up()
-                drafts.append(native.step(chooser, depth, True).drafts)
-            seen.append(drafts)
-    assert seen[0] == seen[1]
+    prompt, depths = (PROMPT * 6)[:n_prompt], (0, 0, 0, 3, 0, 2, 3)
+    late, at_once = (drafts_at_depths(model, prompt, depths, catches_up=c) for c in (False, True))
+    assert late == at_once
 
 
 def test_moving_to_the_plain_context_and_back_changes_nothing(model: Model) -> None:
     """The text, the drafts and the state are those of a session that never moved."""
-    seen = []
-    for moves in (False, True):
-        target = make_target_context(model.weights, model.settings, n_ctx=256, depth=3, n_slots=3)
-        plain = make_target_context(model.weights, model.settings, n_ctx=256, depth=0, n_slots=0)
-        draft = make_draft_context(model.head_weights, model.settings, n_ctx=256)
-        native = _native.Session(address(target), kind="mtp", draft_ctx=address(draft))
-        if moves:
-            native.set_plain_context(address(plain))
-        chooser = _native.greedy_chooser()
-        native.feed(PROMPT, True)
-        text, drafts = [native.first(chooser)], []
-        for depth in (3, 3, 0, 0, 3, 0, 0, 0, 3):
-            native.use_plain(depth == 0)
-            assert native.is_plain == (moves and depth == 0)
-            step = native.step(chooser, depth, True)
-            text += step.tokens
-            drafts.append(step.drafts)
-        seen.append((text, drafts, native.state()))
-        del native
-        for context in (target, plain, draft):
-            free_context(context)
-    assert [len(d) for d in seen[0][1]] == [3, 3, 0, 0, 3, 0, 0, 0, 3]
-    assert seen[0] == seen[1]
+    depths = (3, 3, 0, 0, 3, 0, 0, 0, 3)
+    stays, moves = (moved_rounds(model, PROMPT, depths, moves=m) for m in (False, True))
+    assert [len(drafts) for drafts in stays[1]] == [*depths]
+    assert stays == moves
 
 
 # Sampling
