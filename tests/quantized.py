@@ -118,6 +118,30 @@ def gptq(n_bits: int, group: int, in_order: bool = True, offset: int = 1) -> Met
     return method
 
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight values a word has from its lowest bits on
+
+
+def pack_awq(codes: Array) -> Array:
+    """Codes (n, m) of 4 bits -> words (n, m / 8)."""
+    words = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)
+    for word in range(words.shape[1]):
+        for place, value in enumerate(AWQ_ORDER):
+            words[:, word] |= codes[:, 8 * word + value] << np.uint32(4 * place)
+    return words.view(np.int32)
+
+
+def awq(name: str, shape: tuple[int, int]) -> tuple[Parts, Array]:
+    layer, (n_rows, n_cols), group = name.removesuffix("weight"), shape, 32
+    codes, zeros = bits(name, (n_cols, n_rows), 4), bits(f"{name} z", (n_cols // group, n_rows), 4)
+    factors = scales(f"{name} s", (n_cols // group, n_rows), np.float16)
+    values = np.zeros(shape, np.float32)
+    for column in range(n_cols):
+        steps = codes[column].astype(np.int64) - zeros[column // group].astype(np.int64)
+        values[:, column] = steps.astype(np.float32) * factors[column // group].astype(np.float32)
+    parts = {f"{layer}qweight": pack_awq(codes), f"{layer}qzeros": pack_awq(zeros), f"{layer}scales": factors}
+    return parts, values
+
+
 def fp4_codes(name: str, shape: tuple[int, int]) -> tuple[Array, Array]:
     """Packed codes and their values."""
     codes = bits(name, shape, 4).astype(np.uint8)
@@ -195,6 +219,7 @@ METHODS: Mapping[str, tuple[Method, dict[str, Any]]] = {
     "gptq-8-v2": (
         gptq(8, 64, offset=0), {"quant_method": "gptq", "bits": 8, "group_size": 64, "checkpoint_format": "gptq_v2"},
     ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "nvfp4-modelopt": (nvfp4(is_inverse=False), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4-pack-quantized": (
         nvfp4(is_inverse=True), compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),

@@ -308,6 +308,49 @@ def test_gptq_groups_that_do_not_exist_and_layers_without_an_order(tmp_path: Pat
         np.testing.assert_array_equal(checkpoint.tensors[MATRIX].rows(0, 8), values)
 
 
+def test_a_word_of_awq_has_its_rows_in_the_published_order(tmp_path: Path) -> None:
+    """One layer written out by hand: codes 0 to 7 for the rows 0 to 7, zero points of 1, scales of 2."""
+    tensors = {
+        "a.qweight": np.array([[0x75316420]], np.uint32).view(np.int32),
+        "a.qzeros": np.array([[0x11111111]], np.uint32).view(np.int32),
+        "a.scales": np.full((1, 8), 2, np.float16),
+    }
+    with open_checkpoint(folder(tmp_path / "c", tensors)) as checkpoint:  # the shapes tell it from GPTQ
+        found = checkpoint.tensors["a.weight"].rows(0, 8)
+    np.testing.assert_array_equal(found, 2 * (np.arange(8, dtype=np.float32)[:, None] - 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "error", "match"),
+    [
+        ({"qzeros": None}, {}, BadShard, "has no .*qzeros"),
+        ({"qzeros": np.zeros((2, 2), np.int32)}, {}, BadShard, r"expected I32 of \(2, 1\)"),
+        ({"scales": np.ones((2, 9), np.float16)}, {}, BadShard, r"expected F16 of \(2, 8\)"),
+        (
+            {"scales": np.ones((3, 8), np.float16)},
+            {},
+            BadShard,
+            "for 64 columns; expected whole groups",
+        ),
+        ({}, {"version": "gemv"}, UnsupportedModel, "AWQ's version is 'gemv'"),
+        ({}, {"bits": 8}, UnsupportedModel, "its codes have 8 bits; expected 'gemm' and 4"),
+    ],
+)
+def test_awq_layers_that_do_not_fit(
+    changes: dict[str, np.ndarray | None],
+    settings: dict[str, object],
+    error: type[Exception],
+    match: str,
+    tmp_path: Path,
+) -> None:
+    method, quantization = METHODS["awq"]
+    parts, _ = method(MATRIX, (8, 64))
+    changed = parts | {MATRIX.removesuffix("weight") + part: value for part, value in changes.items()}
+    kept = {name: part for name, part in changed.items() if part is not None}
+    with pytest.raises(error, match=match):
+        open_checkpoint(folder(tmp_path / "c", kept, quantization | settings))
+
+
 def test_scales_without_their_weight(tmp_path: Path) -> None:
     path = folder(tmp_path / "c", {"w_scale_inv": np.ones((1, 1), np.float32)}, {"quant_method": "fp8"})
     with pytest.raises(MissingShard, match="w_scale_inv scale weights that are not"):

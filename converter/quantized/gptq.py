@@ -3,63 +3,34 @@
 Facts: GPTQModel's and AutoGPTQ's layers of torch. Of a layer `L`, `L.qweight` (n_cols * bits / 32, n_rows) holds the codes,
 a column's first in the lowest bits; `L.scales` (n_groups, n_rows) the factors; `L.qzeros` (n_groups, n_rows * bits / 32)
 what is taken off a code, less one unless config.json has checkpoint_format "gptq_v2"; `L.g_idx` (n_cols,) the group of
-each column. A row of the weight is spread over the whole of qweight, which therefore is read whole and kept a while.
+each column.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
 from llama_sidecar.converter.errors import BadShard, UnsupportedModel
 from llama_sidecar.converter.quantized._joined import Joined, Settings
+from llama_sidecar.converter.quantized._layers import Layer, Part, Recent, check, layers, scale_type
 from llama_sidecar.converter.quantized.packed import WORD_BITS, unpack
-from llama_sidecar.converter.shards import F32, U8, Stored, Tensor, numbers
+from llama_sidecar.converter.shards import F32, Stored
 
 METHODS = ("gptq",)
 BITS = (2, 4, 8)
-SCALES = ("F16", "BF16", "F32")
-RECENT_BYTES = 1 << 28
-
-
-class Recent:
-    """The tensors read whole last, up to `RECENT_BYTES` of them, for all threads."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._held: OrderedDict[str, U8] = OrderedDict()
-
-    def raw(self, tensor: Stored) -> U8:
-        with self._lock:
-            if tensor.name not in self._held:
-                self._held[tensor.name] = tensor.raw_rows(0, tensor.n_rows)
-                while len(self._held) > 1 and sum(one.nbytes for one in self._held.values()) > RECENT_BYTES:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(tensor.name)
-            return self._held[tensor.name]
 
 
 @dataclass(frozen=True)
-class Gptq(Tensor):
+class Gptq(Layer):
     """A weight (n_rows, n_cols) out of its layer's four tensors; `offset` is what a stored zero point lacks."""
 
-    qweight: Stored = field(repr=False)
-    qzeros: Stored = field(repr=False)
-    scales: Stored = field(repr=False)
     g_idx: Stored | None = field(repr=False)
     n_bits: int
     offset: int
-    recent: Recent = field(repr=False)
-
-    def raw_rows(self, start: int, stop: int) -> U8:
-        """Rows of qweight, counted from its first again after its last: none of them is a row of the weight."""
-        stored = (row % self.qweight.n_rows for row in range(start, stop))
-        return np.concatenate([self.qweight.raw_rows(row, row + 1) for row in stored])
 
     def rows(self, start: int, stop: int) -> F32:
         words = self.recent.raw(self.qweight).view("<u4")[:, start:stop]
@@ -67,7 +38,7 @@ class Gptq(Tensor):
         values = columns.astype(np.float32)
         groups = self._groups()
         values -= self._zeros(start, stop).T[:, groups]
-        values *= self._scales(start, stop).T[:, groups]
+        values *= self.scales_of(start, stop).T[:, groups]
         return values
 
     def _groups(self) -> npt.NDArray[np.int64]:
@@ -88,42 +59,26 @@ class Gptq(Tensor):
         codes &= np.uint32((1 << self.n_bits) - 1)  # as every kernel for these files has it
         return codes.astype(np.float32)
 
-    def _scales(self, start: int, stop: int) -> F32:
-        return numbers(self.recent.raw(self.scales), self.scales.dtype)[:, start:stop]
-
-    def check_type(self) -> None:
-        pass
-
 
 def find(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Joined]:
     recent = Recent()
-    for name, qweight in stored.items():
-        if not name.endswith(".qweight") or qweight.dtype != "I32" or len(qweight.shape) != 2:
-            continue
-        layer = name.removesuffix("qweight")
-        qzeros, scales = stored.get(f"{layer}qzeros"), stored.get(f"{layer}scales")
-        if qzeros is None or scales is None:
-            raise BadShard(f"{name} in {qweight.file} has no {layer}qzeros or no {layer}scales beside it")
+    for layer, qweight, qzeros, scales in layers(stored, settings, of_awq=False):
         g_idx = stored.get(f"{layer}g_idx")
         n_rows, n_bits = qweight.shape[1], _n_bits(qweight, g_idx, settings)
         n_cols = qweight.shape[0] * WORD_BITS // n_bits
         n_groups = scales.shape[0] if len(scales.shape) == 2 else 0
-        parts = [
+        parts: list[Part] = [
             (qzeros, "I32", (n_groups, n_rows * n_bits // WORD_BITS)),
-            (scales, scales.dtype if scales.dtype in SCALES else SCALES[0], (n_groups, n_rows)),
+            (scales, scale_type(scales), (n_groups, n_rows)),
             *([(g_idx, "I32", (n_cols,))] if g_idx is not None else []),
         ]
-        for part, dtype, shape in parts:
-            if (part.dtype, part.shape) != (dtype, shape) or not n_groups:
-                raise BadShard(
-                    f"{part.name} is {part.dtype} of shape {part.shape}; expected {dtype} of {shape} with {name} of {qweight.shape}"
-                )
+        check(parts, qweight)
         offset = 0 if settings.values.get("checkpoint_format") == "gptq_v2" else 1
         weight = Gptq(
             f"{layer}weight", f"INT{n_bits}", (n_rows, n_cols), qweight.file,
-            qweight, qzeros, scales, g_idx, n_bits, offset, recent,
+            qweight, qzeros, scales, recent, g_idx, n_bits, offset,
         )  # fmt: skip
-        yield Joined(weight, (name, *(part.name for part, _, _ in parts)))
+        yield Joined(weight, (qweight.name, *(part.name for part, _, _ in parts)))
 
 
 def _n_bits(qweight: Stored, g_idx: Stored | None, settings: Settings) -> int:
