@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from .drafter_choice import Speculation
 from .errors import LibraryError, LoadError, PromptError, SessionError
-from .llm import Model, Speculation, load
+from .llm import Model, load
 from .session import Generation, Scripted, Session
 from .stats import Stats
 

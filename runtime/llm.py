@@ -11,58 +11,29 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from llama_sidecar.sidecars import (
-    LlamaSidecarError,
-    MainFile,
-    Sidecar,
-    check_pair,
-    choose,
-    kind_from_name,
-    open_main,
-    open_sidecar,
-    read_model,
-    survey,
-)
+from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, open_main, read_model
 from llama_sidecar.sidecars.compact import Compact, open_compact
-from llama_sidecar.sidecars.errors import CompactGiven
-from llama_sidecar.sidecars.kinds import KINDS
-from llama_sidecar.sidecars.kinds.mtp import ASSISTANTS
 
 from . import heads, kernel_choice, placement
-from ._native import Turns, drafter_kinds
+from ._native import Turns
 from .costs import costs_for
 from .draft_vocab import DraftVocab
+from .drafter_choice import AUTO, Choice, File, choose_drafter
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
-from .layer_inputs import check_layer_inputs
 from .library import set_verbose
 from .pace import Pace
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session, close_after
 from .vocab import Vocab
-from .weights import MAX_DEPTH, Settings, Weights, repacks
+from .weights import MAX_DEPTH, Settings, Weights, make_draft_context, repacks
 
-AUTO = "auto"
 AUTO_DEPTH = (
     4  # the deepest that pace may choose: each rollback slot costs memory, and drafts beyond rarely stand
 )
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """What drafts for a model, and why; `kind` None means that nothing does.
-
-    `path` is the sidecar, or the main file when the head is embedded in it. `match` says how far the pair is proven.
-    """
-
-    kind: str | None
-    path: Path | None
-    why: str
-    match: str | None = None
 
 
 def load(
@@ -90,9 +61,9 @@ def load(
 
     Args:
         main: the main file (the first shard of a sharded one).
-        sidecar: the sidecar, or a compact one, which is used as it is; by default the one beside the main file, or the head
-            inside it.
-        spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", ...), which must then be there.
+        sidecar: the sidecar, or a compact one, which is used as it is, or a smaller model of the same vocabulary that is to
+            draft; by default the sidecar beside the main file, or the head inside it.
+        spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", "model", ...), which must then be there.
         depth: tokens drafted per round, 1 to 64; "auto" lets pace choose it round by round from what drafts cost here and
             how many stand, 0 included, so that it is never slower than plain decoding. The first session then measures the
             costs, at most 5 seconds, and they are kept in the user's cache folder.
@@ -137,20 +108,19 @@ def load(
         kernels=kernels,
     )
     main_file = open_main(main)
-    speculation, sidecar_file = _choose_sidecar(main_file, sidecar, spec_type, force)
+    chosen = choose_drafter(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
-    if isinstance(sidecar_file, Compact) and draft_vocab != "auto":
+    if isinstance(chosen.file, Compact) and draft_vocab != "auto":
         raise LoadError(
-            f"{sidecar_file.path} is a compact sidecar and is used with the {len(sidecar_file.tokens):,} rows it has: "
+            f"{chosen.file.path} is a compact sidecar and is used with the {len(chosen.file.tokens):,} rows it has: "
             f"leave the draft vocabulary ({draft_vocab!r}) out, or give the sidecar that it was cut from"
         )
-    _check_confidence(min_confidence, sidecar_file or main_file, speculation.kind)
+    _check_confidence(min_confidence, chosen, main_file)
     set_verbose(verbose)
     return Model(
         main_file,
-        sidecar_file,
-        speculation,
+        chosen,
         settings,
         depth,
         draft_vocab=draft_vocab,
@@ -159,59 +129,13 @@ def load(
     )
 
 
-def _check_confidence(least: float, source: Sidecar | Compact | MainFile, kind: str | None) -> None:
+def _check_confidence(least: float, chosen: Choice, main: MainFile) -> None:
     if not (isinstance(least, (int, float)) and 0 <= least <= 1):
         raise LoadError(f"min_confidence {least!r} is not between 0 and 1")
-    if least and not (kind and KINDS[kind].has_confidence(source.header)):
+    if least and not chosen.has_confidence(main):
         raise LoadError(
-            f"{source.path} has no confidence head, which min_confidence {least} is for: leave it out"
+            f"{(chosen.file or main).path} has no confidence head, which min_confidence {least} is for: leave it out"
         )
-
-
-def _choose_sidecar(
-    main: MainFile, sidecar: str | os.PathLike[str] | None, spec_type: str, force: bool
-) -> tuple[Speculation, Sidecar | Compact | None]:
-    wanted = kind_from_name(spec_type) if spec_type != "none" else None
-    if spec_type == "none":
-        if sidecar is not None:
-            raise LoadError(f"spec_type 'none' and the sidecar {sidecar} contradict each other")
-        return Speculation(None, None, "it was turned off"), None
-    if sidecar is not None:
-        opened, why = _open(sidecar), "it was asked for"
-        if wanted not in (None, opened.kind):
-            raise LoadError(f"{opened.path} is a {opened.kind} sidecar, but {spec_type!r} was asked for")
-    else:
-        candidates = survey(main)
-        found = choose(main, candidates, spec_type)
-        if found is None:
-            reasons = [c.reason for c in candidates if c.sidecar is None]
-            why = f"no sidecar was found beside {main.path.name}"
-            return Speculation(None, None, "; ".join([why, *reasons])), None
-        if found.path == main.path:
-            return Speculation(found.kind, found.path, found.reason, "embedded"), None
-        opened, why = open_sidecar(found.path), f"{found.path.name} was found beside it"
-    # An assistant reads its target's own cache.
-    what = opened.arch if isinstance(opened, Sidecar) and opened.arch in ASSISTANTS else opened.kind
-    if what not in drafter_kinds():
-        missing = f"{opened.path.name} is a {what} sidecar, and this version has no {what} drafter"
-        if sidecar is None and wanted is None:
-            return Speculation(None, None, missing), None
-        raise LoadError(f"{missing} (spec_type 'none' runs without it)")
-    match = check_pair(main, opened, force=force)
-    try:
-        check_layer_inputs(main, opened)
-    except LoadError as error:
-        if sidecar is not None or wanted is not None:
-            raise
-        return Speculation(None, None, str(error)), None
-    return Speculation(opened.kind, opened.path, why, match.status), opened
-
-
-def _open(path: str | os.PathLike[str]) -> Sidecar | Compact:
-    try:
-        return open_sidecar(path)
-    except CompactGiven:
-        return open_compact(path)
 
 
 _models: weakref.WeakSet[Model] = weakref.WeakSet()
@@ -234,8 +158,7 @@ class Model:
     def __init__(
         self,
         main: MainFile,
-        sidecar: Sidecar | Compact | None,
-        speculation: Speculation,
+        chosen: Choice,
         settings: Settings,
         depth: int | str,
         *,
@@ -245,11 +168,12 @@ class Model:
     ) -> None:
         self.main = main
         self.min_confidence = min_confidence
-        self.speculation = speculation
+        self.speculation = chosen.speculation
+        self.drafter = chosen.drafter
         self.settings = settings
+        sidecar, self._chosen = chosen.file, chosen
         self.paced = depth == AUTO
-        self.drafts_from_layers = sidecar is not None and bool(sidecar.target.layers)
-        self.max_depth = self._max_depth(sidecar)
+        self.max_depth = self._max_depth(chosen)
         self.depth = min(self.max_depth, AUTO_DEPTH if isinstance(depth, str) else depth)
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
@@ -265,7 +189,7 @@ class Model:
         head = compact_head.path if compact_head else sidecar.path if sidecar else None
         # A head that has all tokens has nothing to learn, and one that was given is not cut anew.
         self.learns = learn and compact_head is not None and compact_head is not sidecar
-        embedded = speculation.path == main.path and head is None
+        embedded = self.speculation.path == main.path and head is None
         self.kernels = kernel_choice.choose(
             settings.kernels,
             [main.header, *([read_model(head)] if head else [])],
@@ -297,7 +221,7 @@ class Model:
             )  # the drafter goes where the output goes
             self.head_weights = Weights(
                 head,
-                with_head=True,
+                with_head=chosen.is_head,
                 n_gpu_layers=n_layers,
                 device=settings.device,
                 ours=self.kernels.ours,
@@ -309,6 +233,16 @@ class Model:
         self.vocab = Vocab(self.weights)
         self._closed = False
         _models.add(self)
+
+    def make_draft_context(self, settings: Settings, *, n_ctx: int, target: Any) -> Any:
+        """The context of a drafter beside this target's, which must outlive it."""
+        return make_draft_context(
+            self.head_weights,
+            settings,
+            n_ctx=n_ctx,
+            is_head=self._chosen.is_head,
+            other=target if self._chosen.shares_target else None,
+        )
 
     @property
     def kind(self) -> str | None:
@@ -419,7 +353,7 @@ class Model:
         return self._default
 
     def _compact_head(
-        self, sidecar: Sidecar | Compact | None, n_rows: int | str, counts: heads.Counts | None
+        self, sidecar: File | None, n_rows: int | str, counts: heads.Counts | None
     ) -> Compact | None:
         """The compact head to draft with, where one is given or can be had; `draft_vocab_why` says why not."""
         if isinstance(sidecar, Compact):
@@ -428,7 +362,8 @@ class Model:
             return None
         try:
             n_kept = None if n_rows == "auto" else int(n_rows)
-            head = open_compact(heads.compact_head(sidecar or self.main, n_rows=n_kept, counts=counts))
+            source = sidecar if isinstance(sidecar, Sidecar) else self.main
+            head = open_compact(heads.compact_head(source, n_rows=n_kept, counts=counts))
             if int(head.target_ids[-1]) >= len(self.main.tokens):
                 raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
             return head
@@ -436,11 +371,11 @@ class Model:
             self.draft_vocab_why = str(error)
             return None
 
-    def _max_depth(self, sidecar: Sidecar | Compact | None) -> int:
+    def _max_depth(self, chosen: Choice) -> int:
         """The most tokens that what drafts here can draft in a round; 0 where nothing does."""
         if self.kind is None:
             return 0
-        limit = KINDS[self.kind].max_depth((sidecar or self.main).header)
+        limit = chosen.max_depth(self.main)
         return MAX_DEPTH if limit is None else min(limit, MAX_DEPTH)
 
     def count(self, tokens: Sequence[int]) -> None:
@@ -448,7 +383,7 @@ class Model:
         with contextlib.suppress(CacheError):  # counting is a service, not a duty
             heads.add_counts(self.main, tokens)
 
-    def _place(self, sidecar: Sidecar | Compact | None) -> int:
+    def _place(self, sidecar: File | None) -> int:
         if self.settings.gpu_layers != "auto":
             return int(self.settings.gpu_layers)
         devices = placement.gpus()

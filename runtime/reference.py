@@ -16,7 +16,7 @@ import numpy as np
 from .errors import LibraryError
 from .library import llama
 from .llm import Model
-from .weights import free_context, make_draft_context, make_target_context
+from .weights import free_context, make_target_context
 
 LAST_HIDDEN = -1  # in place of a layer's number: the hidden row after the last layer
 
@@ -99,7 +99,7 @@ class Context:
                 continue
             found = staging("llama_get_embeddings_layer_inp")(self.pointer, layer)
             parts.append(np.ctypeslib.as_array(found, (n, n_embd)).copy())
-        return np.concatenate(parts, axis=1)
+        return np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.float32)
 
     def greedy(self, row: int) -> int:
         return int(np.argmax(self.logits(row)))
@@ -170,7 +170,7 @@ def staging(name: str) -> Any:
 def contexts(model: Model, depth: int) -> tuple[Context, Context]:
     """Fresh contexts for the target and for its MTP head."""
     target = make_target_context(model.weights, model.settings, n_ctx=model.n_ctx, depth=depth, n_slots=depth)
-    head = make_draft_context(model.head_weights, model.settings, n_ctx=model.n_ctx)
+    head = model.make_draft_context(model.settings, n_ctx=model.n_ctx, target=target)
     return Context(target, masked=False), Context(head, masked=True)
 
 
@@ -185,9 +185,8 @@ def generate(model: Model, prompt: list[int], n_tokens: int, depth: int) -> tupl
     pointer = make_target_context(
         model.weights, model.settings, n_ctx=model.n_ctx, depth=depth, n_slots=depth
     )
-    other = pointer if model.drafts_from_layers else None
-    draft = make_draft_context(model.head_weights, model.settings, n_ctx=model.n_ctx, other=other)
-    head = make_head(str(model.kind), draft, n_layers=llama().llama_model_n_layer(model.weights.model))
+    draft = model.make_draft_context(model.settings, n_ctx=model.n_ctx, target=pointer)
+    head = make_head(str(model.drafter), draft, n_layers=llama().llama_model_n_layer(model.weights.model))
     target = Context(pointer, layers=head.layers)
 
     target.decode(prompt, 0, [len(prompt) - 1])

@@ -35,6 +35,7 @@ def make_head(kind: str, pointer: Any, *, n_layers: int) -> Head:
         "eagle3": Eagle3,
         "dflash": DFlash,
         "dspark": DSpark,
+        "model": DraftModel,
     }
     return heads[kind](pointer, n_layers)  # type: ignore[no-any-return]
 
@@ -165,3 +166,24 @@ class DSpark(DFlash):
         super().__init__(pointer, n_layers)
         if self.context.meta("dflash.sample_from_anchor") != "false":
             self.first = 0
+
+
+class DraftModel:
+    """A model by itself: it reads the whole text anew for every draft."""
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        self.context, self.layers = Context(pointer), list[int]()
+        self.text: list[int] = []
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        self.text[pos:] = tokens
+
+    def propose(self, last: int, n: int) -> list[int]:
+        self.context.clear()
+        text, drafts = [*self.text, last], list[int]()
+        for pos, token in enumerate(text):
+            self.context.decode([token], pos, [0])
+        for _ in range(n):
+            drafts.append(self.context.greedy(0))
+            self.context.decode(drafts[-1:], len(text) + len(drafts) - 1, [0])
+        return drafts

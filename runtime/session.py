@@ -19,7 +19,7 @@ from .draft_vocab import DraftVocab
 from .errors import LoadError, PromptError, SessionError
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
-from .weights import Settings, free_context, make_draft_context, make_target_context
+from .weights import Settings, free_context, make_target_context
 
 if TYPE_CHECKING:
     from .llm import Model
@@ -97,11 +97,10 @@ class Session:
                 options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
             elif depth:
                 self.kind = model.kind
-                other = target if model.drafts_from_layers else None
-                draft = make_draft_context(model.head_weights, settings, n_ctx=n_ctx, other=other)
+                draft = model.make_draft_context(settings, n_ctx=n_ctx, target=target)
                 contexts.append(draft)
                 options = {
-                    "kind": self.kind,
+                    "kind": model.drafter,
                     "draft_ctx": address(draft),
                     "min_confidence": model.min_confidence,
                 }

@@ -26,7 +26,7 @@ from .sampling import address
 
 N_BATCH = 512
 N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
-N_MODEL_BATCH = 64  # the same of a drafter that is a model of its own: its graph has logits for every row
+N_MODEL_BATCH = 64  # the same of EAGLE3, DFlash and DSpark: their graphs have logits for every row
 MAX_DEPTH = 64
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
@@ -150,22 +150,24 @@ def make_target_context(weights: Weights, settings: Settings, *, n_ctx: int, dep
     return _make(weights, params, "target")
 
 
-def make_draft_context(weights: Weights, settings: Settings, *, n_ctx: int, other: Any = None) -> Any:
+def make_draft_context(
+    weights: Weights, settings: Settings, *, n_ctx: int, is_head: bool = True, other: Any = None
+) -> Any:
     """The drafter's context, with a batch of its own size.
 
-    Without `other` it is an MTP head's, with one output row. With it, it is that of a drafter that is a model of its own and may
-    borrow the embeddings and the output of the target, whose context `other` is and which must outlive it.
+    An MTP head's has one output row. `other` is the target's context, for a drafter that borrows embeddings, output or cache of
+    it, and must outlive this one. A drafter that is no head and borrows nothing is a model by itself, with its own batch.
     """
     params = _params(settings, n_ctx)
     params.n_rs_seq = 0
-    if other is None:
+    n_batch = N_DRAFT_BATCH if is_head else N_MODEL_BATCH if other is not None else settings.batch
+    params.n_batch = params.n_ubatch = min(n_batch, n_ctx)
+    if is_head:
         params.ctx_type = llama().LLAMA_CONTEXT_TYPE_MTP
-        params.n_batch = params.n_ubatch = min(N_DRAFT_BATCH, n_ctx)
-        params.n_outputs_max = 1
-    else:
+    if other is not None:
         params.ctx_other = other
-        params.n_batch = params.n_ubatch = min(N_MODEL_BATCH, n_ctx)
-        params.n_outputs_max = params.n_batch
+    borrows_output = other is not None and not is_head
+    params.n_outputs_max = params.n_batch if borrows_output else 1
     return _make(weights, params, "draft")
 
 

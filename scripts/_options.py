@@ -16,6 +16,7 @@ import click
 
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
 from llama_sidecar.runtime.costs import remembered
+from llama_sidecar.runtime.drafter_choice import OTHERS
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
@@ -26,7 +27,12 @@ from ._show import note
 
 Command = Callable[..., None]
 Loader = Callable[[], Model]
-SPEC_TYPES = ["auto", "none", *(name for kind in KINDS.values() for name in (kind.name, kind.llama_name))]
+SPEC_TYPES = [
+    "auto",
+    "none",
+    *(name for kind in KINDS.values() for name in (kind.name, kind.llama_name)),
+    *(name for ours, (llama_name, _) in OTHERS.items() for name in (ours, llama_name)),
+]
 
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 
@@ -63,7 +69,7 @@ _LOAD_OPTIONS = (
         "--sidecar",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="The sidecar GGUF with the draft head.  [default: found beside MAIN, or inside it]",
+        help="The sidecar GGUF with the draft head, or a smaller model of the same vocabulary that drafts.  [default: a sidecar found beside MAIN, or the head inside it]",
     ),
     click.option(
         "--spec-type",

@@ -71,7 +71,7 @@ def _tasks(report: Report) -> Iterator[tuple[str, ...]]:
 def _drafter(drafter: Mapping[str, Any]) -> str:
     if "file" not in drafter:
         return f"{drafter['kind']}, embedded in the model"
-    return f"{drafter['kind']}, {drafter['file']} ({drafter['type']}, {drafter['match']})"
+    return f"{drafter['kind']}, {drafter['file']} ({drafter['type']}, {drafter['bytes'] / 1e6:,.1f} MB, {drafter['match']})"
 
 
 def _sampling(report: Report) -> str:

@@ -14,7 +14,7 @@ from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorIn
 from llama_sidecar.sidecars.gguf_reader import read_header
 from llama_sidecar.sidecars.kind import Kind, Target
 from llama_sidecar.sidecars.kinds import KINDS
-from llama_sidecar.sidecars.pair import Match, check_pair
+from llama_sidecar.sidecars.pair import Match, check_draft_model, check_pair
 from llama_sidecar.sidecars.shards import read_model
 from llama_sidecar.sidecars.sidecar import Identity, MainFile, Sidecar, identify, open_main, open_sidecar
 
@@ -32,6 +32,7 @@ __all__ = [
     "StringArray",
     "Target",
     "TensorInfo",
+    "check_draft_model",
     "check_pair",
     "choose",
     "discover",

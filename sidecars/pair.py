@@ -14,7 +14,10 @@ SAME_TRUNK = "same trunk, unverified"
 SAME_FAMILY = "same family, unverified"
 UNVERIFIED = "unverified"
 FORCED = "forced"
+SAME_VOCABULARY = "same vocabulary"  # all that a draft model needs
 STATUSES = (VERIFIED, SAME_TRUNK, SAME_FAMILY, UNVERIFIED, FORCED)  # the surest first
+
+MAX_PADDING = 128  # ids by which vocabularies of one tokenizer differ at most, as llama.cpp allows
 
 GRAFT = ", or graft this one (llama-sidecar graft) if that is a fine-tune of it"
 
@@ -48,6 +51,38 @@ def check_pair(main: MainFile, sidecar: Sidecar | Compact, *, force: bool = Fals
         if not force:
             raise
         return Match(UNVERIFIED, f"forced: {error}")
+
+
+def check_draft_model(main: MainFile, draft: MainFile) -> Match:
+    """Check that another model can draft for this one: equal texts for every id that both have; the larger may be padded.
+
+    Raises PairMismatch, which names the first token that differs and both texts.
+
+    >>> check_draft_model(open_main("NAME-7B-Q8_0.gguf"), open_main("NAME-0.5B-Q8_0.gguf")).status  # doctest: +SKIP
+    'same vocabulary'
+    """
+    if draft.path.samefile(main.path):
+        raise PairMismatch(
+            f"{draft.path} is the main model itself, and its drafts would cost what its tokens do: give a smaller model"
+        )
+    same = f"every token of both has the same text ({min(len(main.tokens), len(draft.tokens)):,} ids)"
+    if main.tokens == draft.tokens:
+        return Match(SAME_VOCABULARY, same)
+    for i, (ours, theirs) in enumerate(zip(main.tokens.iter_raw(), draft.tokens.iter_raw(), strict=False)):
+        if ours != theirs:
+            raise _no_draft_model(
+                main, draft, f"text of token {i}", repr(main.tokens[i][:99]), repr(draft.tokens[i][:99])
+            )
+    if abs(len(main.tokens) - len(draft.tokens)) > MAX_PADDING:
+        raise _no_draft_model(main, draft, "vocabulary's size", len(main.tokens), len(draft.tokens))
+    return Match(SAME_VOCABULARY, same)
+
+
+def _no_draft_model(main: MainFile, draft: MainFile, what: str, ours: object, theirs: object) -> PairMismatch:
+    return PairMismatch(
+        f"{draft.path} cannot draft for {main.path}: the {what} is {theirs}, the main model's is {ours}; "
+        f"use a model with the same tokenizer, or a sidecar"
+    )
 
 
 def _compare_fingerprints(main: MainFile, sidecar: Sidecar | Compact) -> Match:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llama_sidecar.runtime import Model, _native
 from llama_sidecar.runtime.sampling import address
-from llama_sidecar.runtime.weights import free_context, make_draft_context, make_target_context
+from llama_sidecar.runtime.weights import free_context, make_target_context
 
 
 def drafts_at_depths(
@@ -31,9 +31,8 @@ def moved_rounds(
     """Text, drafts and state after rounds at these depths; those of depth 0 in a plain context, if it moves there."""
     target = make_target_context(model.weights, model.settings, n_ctx=256, depth=3, n_slots=3)
     plain = make_target_context(model.weights, model.settings, n_ctx=256, depth=0, n_slots=0)
-    other = target if model.drafts_from_layers else None
-    draft = make_draft_context(model.head_weights, model.settings, n_ctx=256, other=other)
-    native = _native.Session(address(target), kind=model.kind, draft_ctx=address(draft))
+    draft = model.make_draft_context(model.settings, n_ctx=256, target=target)
+    native = _native.Session(address(target), kind=model.drafter, draft_ctx=address(draft))
     if moves:
         native.set_plain_context(address(plain))
     chooser = _native.greedy_chooser()

@@ -394,7 +394,7 @@ def test_a_session_that_could_not_be_made_leaves_no_context_behind(
     def refuse(*_: object, **__: object) -> None:
         raise LoadError("no draft context")
 
-    monkeypatch.setattr(session_module, "make_draft_context", refuse)
+    monkeypatch.setattr(model, "make_draft_context", refuse)
     with pytest.raises(LoadError, match="no draft") as error:
         model.session()
     assert error.traceback and len(freed) == 1, "the traceback must not keep the target's context"

@@ -157,7 +157,7 @@ def test_every_command_explains_itself(name: str) -> None:
     [
         (["run", "none.gguf", "-p", "a"], "none.gguf"),
         (["run", "{sidecar}", "-p", "a"], "not a main"),
-        (["run", "{main}", "-md", "{main}", "-p", "a"], "not a sidecar"),
+        (["run", "{main}", "-md", "{main}", "-p", "a"], "main model itself"),
         (["run", "{main}", "-md", "none.gguf", "-p", "a"], "none.gguf"),
         (["run", "{main}", "--spec-type", "eagle3", "-p", "a"], "eagle3"),
         (["run", "{main}", "--no-spec", "-md", "{sidecar}", "-p", "a"], "contradict"),
