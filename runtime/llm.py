@@ -19,9 +19,9 @@ from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, open_ma
 from llama_sidecar.sidecars.compact import Compact, open_compact
 
 from . import heads, kernel_choice, placement
-from ._native import Turns
+from ._native import DraftVocab, Turns
 from .costs import costs_for
-from .draft_vocab import DraftVocab
+from .draft_vocab import make_draft_vocab
 from .drafter_choice import AUTO, Choice, File, choose_drafter
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
 from .library import set_verbose
@@ -229,7 +229,7 @@ class Model:
             )
         if compact_head is not None:
             source = sidecar if isinstance(sidecar, Sidecar) else main
-            self.draft_vocab = DraftVocab(source, compact_head, self.head_weights, counts)
+            self.draft_vocab = make_draft_vocab(source, compact_head, self.head_weights, counts)
         self.vocab = Vocab(self.weights)
         self._closed = False
         _models.add(self)

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _native
-from .draft_vocab import DraftVocab
 from .errors import LoadError, PromptError, SessionError
 from .sampling import Chooser, address, make_chooser
 from .stats import Stats
@@ -70,8 +69,7 @@ class Session:
         self.why = why
         self.n_ctx = n_ctx
         self.kind: str | None = None
-        self._draft_vocab: DraftVocab | None = None
-        self._seen: list[int] = []  # tokens of a text that was left before the head got rows for them
+        self._draft_vocab: _native.DraftVocab | None = None
         self._settings = settings
         self._learn = learn
         self._tried_plain_context = False
@@ -105,12 +103,8 @@ class Session:
                     "min_confidence": model.min_confidence,
                 }
                 self._draft_vocab = model.draft_vocab
-            with model.turns:  # it may compute; and no row changes until it is told of them
-                if self._draft_vocab is not None:
-                    options["ids"] = self._draft_vocab.ids
-                self._natives.append(_native.Session(address(target), **options))
-                if self._draft_vocab is not None:
-                    self._draft_vocab.join(self)
+            with model.turns:  # it may compute
+                self._natives.append(_native.Session(address(target), vocab=self._draft_vocab, **options))
         except BaseException:  # its traceback would keep the contexts longer than the weights may live
             self._free()
             raise
@@ -269,17 +263,6 @@ class Session:
         except LoadError:  # no memory for a second context
             if pace is not None:
                 pace.plain_in_place()
-
-    def _adopt(self, tokens: Sequence[int]) -> None:
-        """Gets the head rows for those of these tokens that it has none for: in the model's turn, before it drafts again."""
-        if self._draft_vocab is not None:
-            self._draft_vocab.adopt(tokens)
-
-    def set_row(self, row: int, token: int) -> None:
-        """Tells that a row of the head is another token's now."""
-        native = self._native  # another thread may close it meanwhile
-        if native is not None:
-            native.set_row(row, token)
 
     @property
     def _native(self) -> Any:
@@ -446,7 +429,8 @@ class Generation(Iterator[str]):
             if first is None:
                 self._finish("cancelled")
                 return
-            opening = rounds.begin(native, first)
+            with turns:
+                opening = rounds.begin(native, first)
             self._is_whole = True
             if rounds.end:
                 self._finish(rounds.end)
@@ -472,7 +456,7 @@ class Generation(Iterator[str]):
                 yield shown
             if request.depth:
                 with turns:
-                    session._adopt(rounds.take_seen())
+                    native.adopt()
             yield rounds.finish()
         finally:
             self._finish("cancelled")
@@ -485,20 +469,15 @@ class Generation(Iterator[str]):
     def _give(self) -> bool:
         """What the next round wants first; False where it wants nothing, and the text has ended."""
         session, rounds = self._session, self._native
-        if rounds.wants_rows:
-            with session.model.turns:
-                session._adopt(rounds.take_seen())
-        elif rounds.wants_plain_context:
-            with session.model.turns:
-                session._make_plain_context(self._request.pace)
-        else:
+        if not rounds.wants_plain_context:
             return False
+        with session.model.turns:
+            session._make_plain_context(self._request.pace)
         return True
 
     def _remember(self) -> None:
         """After the text: what the session holds, and counts of its tokens."""
         session, rounds = self._session, self._native
-        session._seen = rounds.take_seen()
         if self._is_whole and rounds.whole:
             session._history = [*self._request.tokens, *rounds.chosen]
         if session._learn:
@@ -518,8 +497,7 @@ class Generation(Iterator[str]):
             else:
                 native.clear()
             todo = tokens[self._stats.n_reused :]
-            seen, session._seen = session._seen, []
-            session._adopt([*seen, *todo])
+            native.adopt(todo)
         while todo:
             if session._cancelled:
                 return None

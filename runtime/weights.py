@@ -9,16 +9,14 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
-from . import _native, kernel_choice, placement
+from . import kernel_choice, placement
 from . import kernels as small_batch
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
@@ -88,7 +86,7 @@ class Weights:
         n_gpu_layers: how many of the last layers go to a GPU.
         device: llama.cpp device names, comma separated, or None for all.
         ours: types whose products of up to 8 rows the small-batch kernels compute; all layers are then on the CPU.
-        writable: for `set_rows`: in memory of their own and as they lie in the file.
+        writable: in memory of their own and as they lie in the file, so that rows can be overwritten.
 
     Raises:
         LoadError: llama.cpp refuses the file; its own last message is in the text.
@@ -123,14 +121,6 @@ class Weights:
         self._free.atexit = False  # llm.py sees to that, after the contexts
         self.path = path
         self.n_layer_nextn: int = lib.llama_model_n_layer_nextn(self.model)
-
-    def set_rows(self, name: str, rows: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Overwrites rows of a matrix with `data` (n, row_bytes); only of writable weights, and while nothing computes.
-
-        Raises:
-            LibraryError: this llama.cpp does not show a model's weights.
-        """
-        _native.set_rows(address(self.model), name, list(rows), data.tobytes())
 
     def close(self) -> None:
         """Frees the weights. Idempotent."""

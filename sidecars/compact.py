@@ -383,31 +383,6 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
     )
 
 
-def read_rows(
-    source: Sidecar | MainFile, compact: Compact, token_ids: Sequence[int]
-) -> dict[str, NDArray[np.uint8]]:
-    """Read the rows of more tokens as `compact` would hold them: of each matrix with a row per token (n, row_bytes) bytes.
-
-    `source` is the head that `compact` was cut from, or its main model where the head uses the trunk's matrices. Raises BadRows
-    (an id that the source has not), CannotCut (a matrix that it has not), BadTensorType, UnreadableFile, TruncatedFile.
-
-    >>> read_rows(source, compact, [151_645])["token_embd.weight"].shape  # doctest: +SKIP
-    (1, 576)
-    """
-    ids, places = np.unique(np.asarray(token_ids, np.int64), return_inverse=True)
-    if ids.size and not (ids[0] >= 0 and ids[-1] < len(source.tokens)):
-        raise errors.BadRows(
-            f"{source.path}: tokens {ids[0]} to {ids[-1]} are asked for; 0 to {len(source.tokens) - 1} are expected"
-        )
-    rows = {}
-    for name in KINDS[compact.kind].vocab_tensors(compact.header):
-        old, new = source.header.tensors.get(name), compact.header.tensors[name]
-        if old is None or old.shape[0] != new.shape[0]:
-            raise errors.CannotCut(f"{source.path}: {name} is not there, of which {compact.path} has rows")
-        rows[name] = _as_stored(old, np.concatenate(list(_pieces(old, ids))), new.type)[places]
-    return rows
-
-
 def _as_stored(info: TensorInfo, rows: NDArray[np.uint8], kind: int) -> NDArray[np.uint8]:
     """Stored rows of a tensor in a type: as they are where it is their own."""
     return rows if info.type == kind else _encoded(_dequantised(info, rows), kind)

@@ -336,7 +336,6 @@ def test_a_text_that_is_kept_keeps_nothing_of_a_closed_session(model: Model) -> 
     assert sys.getrefcount(native) == 2  # `native` and the argument
     assert whole.text == text and len(whole.tokens) == whole.stats.n_tokens == 12
     session.cancel()
-    session.set_row(0, 1)
 
 
 @pytest.mark.parametrize("n_pieces", [0, 1, 3])

@@ -271,43 +271,6 @@ def test_tokens_are_in_order_of_worth() -> None:
         compact.ranked(tokens[:2], types)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("type", ["F32", "BF16", "Q8_0", "Q4_0"])
-def test_rows_of_more_tokens_are_those_of_a_head_that_has_them(
-    pair_of: PairOf, type: str, narrow: bool, tmp_path: Path
-) -> None:
-    sidecar = open_sidecar(pair_of("R", type).sidecar)
-    compact.write_compact(sidecar, some_rows(), tmp_path / "some.gguf", narrow=narrow)
-    compact.write_compact(sidecar, range(models.N_VOCAB), tmp_path / "all.gguf", narrow=narrow)
-    small = compact.open_compact(tmp_path / "some.gguf")
-    every = read_header(tmp_path / "all.gguf").tensor_bytes("token_embd.weight").reshape(models.N_VOCAB, -1)
-    for asked in ([3], [250, 4, 250, 0], list(range(models.N_VOCAB))):
-        found = compact.read_rows(sidecar, small, asked)
-        assert found.keys() == {"token_embd.weight"}
-        assert np.array_equal(found["token_embd.weight"], every[asked])
-    for wrong in ([256], [-1, 3]):
-        with pytest.raises(errors.BadRows, match="0 to 255"):
-            compact.read_rows(sidecar, small, wrong)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_the_main_file_has_the_rows_of_a_head_without_matrices_of_its_own(tmp_path: Path, own: bool) -> None:
-    def own_embeddings(tensors: dict[str, np.ndarray]) -> None:
-        shape = tensors["token_embd.weight"].shape
-        tensors["blk.4.nextn.embed_tokens.weight"] = np.random.default_rng(4).random(shape, np.float32)
-
-    pair = models.write_pair(tmp_path, edit=own_embeddings if own else None)
-    sidecar, main = open_sidecar(pair.sidecar), open_main(pair.main)
-    small = cut(sidecar, tmp_path, some_rows())
-    assert len(compact.read_rows(sidecar, small, [5])) == 1 + own
-    if own:
-        with pytest.raises(errors.CannotCut, match=r"blk\.4\.nextn\.embed_tokens\.weight is not there"):
-            compact.read_rows(main, small, [5])
-    else:
-        rows = [compact.read_rows(source, small, [5])["token_embd.weight"] for source in (sidecar, main)]
-        assert np.array_equal(*rows)
-
-
 # Names and mistakes.
 
 

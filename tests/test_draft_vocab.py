@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import models
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from llama_sidecar.runtime import Model, Session, heads, kernels, load
-from llama_sidecar.runtime.draft_vocab import DraftVocab
+from llama_sidecar.runtime._native import DraftVocab
+from llama_sidecar.runtime.draft_vocab import make_draft_vocab
 from llama_sidecar.runtime.errors import LoadError
 from llama_sidecar.runtime.library import set_verbose
 from llama_sidecar.runtime.reference import Context, contexts
-from llama_sidecar.runtime.weights import make_draft_context
-from llama_sidecar.sidecars import open_sidecar, read_header
+from llama_sidecar.runtime.weights import Weights, make_draft_context
+from llama_sidecar.sidecars import MainFile, Sidecar, open_main, open_sidecar, read_header
 from llama_sidecar.sidecars.compact import open_compact, write_compact
 from llama_sidecar.sidecars.errors import PairMismatch
 
@@ -29,11 +31,9 @@ N = 48
 
 @pytest.fixture(scope="module", params=[True, False], ids=["R", "T"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> models.Pair:
-    import gguf
-
     folder = tmp_path_factory.mktemp("pair")
     # Q4_0 is the type that a head's vocabulary is cut to: its rows are then those of the sidecar to the bit.
-    return models.write_pair(folder, recurrent=request.param, type=gguf.GGMLQuantizationType.Q4_0)
+    return models.write_pair(folder, recurrent=request.param, type=GGMLQuantizationType.Q4_0)
 
 
 @pytest.fixture(scope="module")
@@ -85,60 +85,96 @@ def test_drafts_are_the_full_head_s_best_among_the_rows(pair: models.Pair, compa
 # Spare rows.
 
 
-class Written:
-    """Stands for the loaded head and who drafts with it: what was written to which row, and which token each is told to be."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, bytes] = {}
-        self.tokens: dict[int, int] = {}
-
-    def set_rows(self, name: str, rows: Sequence[int], data: np.ndarray) -> None:
-        assert name == "token_embd.weight"
-        self.rows |= {row: data[i].tobytes() for i, row in enumerate(rows)}
-
-    def set_row(self, row: int, token: int) -> None:
-        self.tokens[row] = token
-
-
-def spare(pair: models.Pair, folder: Path, counts: Any = None) -> tuple[DraftVocab, Written]:
-    """A head of the tokens 0 to 127, 16 of whose rows are spare."""
-    source = open_sidecar(pair.sidecar)
-    write_compact(source, range(128), folder / "compact-x.gguf")
-    written = Written()
-    vocab = DraftVocab(source, open_compact(folder / "compact-x.gguf"), written, counts)
-    vocab.join(written)
-    return vocab, written
+@contextmanager
+def spare(
+    source: Sidecar | MainFile,
+    folder: Path,
+    rows: Sequence[int] = range(128),
+    counts: Any = None,
+    **options: Any,
+) -> Iterator[DraftVocab]:
+    """A head of some rows, an eighth of which are spare, loaded."""
+    path = folder / "compact-x.gguf"
+    write_compact(source, rows, path, **options)
+    weights = Weights(path, with_head=True, n_gpu_layers=0, device=None, writable=True)
+    with closing(weights):
+        yield make_draft_vocab(source, open_compact(path), weights, counts)
 
 
 def test_a_token_gets_the_spare_row_that_was_used_least_recently(pair: models.Pair, tmp_path: Path) -> None:
-    vocab, written = spare(pair, tmp_path)
-    embeddings = open_sidecar(pair.sidecar).header.tensor_bytes("token_embd.weight").reshape(256, -1)
-    vocab.adopt([5, 127, 5])  # 127, used now, is no longer the first to go
-    assert (written.tokens, written.rows) == ({}, {})
-    vocab.adopt([200, 5, 201, 200])
-    assert written.tokens == {125: 201, 126: 200} and vocab.ids[124:] == [124, 201, 200, 127]
-    assert written.rows == {125: embeddings[201].tobytes(), 126: embeddings[200].tobytes()}
-    vocab.adopt([200, 201, 126])  # which has lost its row, and gets another
-    assert written.tokens == {124: 126, 125: 201, 126: 200}
-    vocab.adopt(list(range(128, 256)))  # more than there are rows: the last ones
-    assert sorted(vocab.ids) == [*range(112), *range(240, 256)]
+    with spare(open_sidecar(pair.sidecar), tmp_path) as vocab:
+        vocab.adopt([5, 127, 5])  # 127, used now, is no longer the first to go
+        assert vocab.ids == list(range(128))
+        vocab.adopt([200, 5, 201, 200])
+        assert vocab.ids[124:] == [124, 201, 200, 127]
+        vocab.adopt([200, 201, 126])  # which has lost its row, and gets another
+        assert vocab.ids[124:] == [126, 201, 200, 127]
+        vocab.adopt(list(range(128, 256)))  # more than there are rows: the last ones
+        assert sorted(vocab.ids) == [*range(112), *range(240, 256)]
 
 
 def test_the_tokens_seen_least_lose_their_rows_first(pair: models.Pair, tmp_path: Path) -> None:
-    vocab, _ = spare(pair, tmp_path, counts=np.bincount(range(60, 128), minlength=256))
-    vocab.adopt([200])
-    assert vocab.ids[59] == 200
+    counts = np.bincount(range(60, 128), minlength=256)
+    with spare(open_sidecar(pair.sidecar), tmp_path, counts=counts) as vocab:
+        vocab.adopt([200])
+        assert vocab.ids[59] == 200
 
 
-def test_without_the_files_rows_stay_as_they_are(
-    pair: models.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_became_shorter_leaves_rows_as_they_are(pair: models.Pair, tmp_path: Path) -> None:
+    path = tmp_path / "mtp-main.gguf"
+    path.write_bytes(pair.sidecar.read_bytes())
+    with spare(open_sidecar(path), tmp_path) as vocab:
+        os.truncate(path, 100)
+        vocab.adopt([200])
+        path.write_bytes(pair.sidecar.read_bytes())
+        vocab.adopt([200])
+        assert vocab.ids == list(range(128))
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("type", ["F32", "BF16", "Q8_0", "Q4_0"])
+def test_rows_of_more_tokens_are_those_of_a_head_that_has_them(
+    type: str, narrow: bool, tmp_path: Path
 ) -> None:
-    vocab, written = spare(pair, tmp_path)
-    monkeypatch.setattr(os, "pread", lambda *_: b"")
-    vocab.adopt([200])
-    monkeypatch.undo()
-    vocab.adopt([200])
-    assert (vocab.ids, written.tokens, written.rows) == (list(range(128)), {}, {})
+    written = models.write_pair(tmp_path, type=GGMLQuantizationType[type])
+    source = open_sidecar(written.sidecar)
+    write_compact(source, range(256), tmp_path / "all.gguf", narrow=narrow)
+    every = read_header(tmp_path / "all.gguf").tensor_bytes("token_embd.weight").reshape(256, -1)
+    with spare(source, tmp_path, narrow=narrow) as vocab:
+        for token in range(256):
+            assert vocab.read("token_embd.weight", token) == every[token].tobytes()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_main_file_has_the_rows_of_a_head_without_matrices_of_its_own(tmp_path: Path, own: bool) -> None:
+    name = "blk.4.nextn.embed_tokens.weight"
+
+    def own_embeddings(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = np.random.default_rng(4).random(tensors["token_embd.weight"].shape, np.float32)
+
+    written = models.write_pair(tmp_path, edit=own_embeddings if own else None)
+    sidecar, main = open_sidecar(written.sidecar), open_main(written.main)
+    with spare(sidecar, tmp_path) as vocab:
+        assert bool(vocab.read(name, 5)) == own
+        head = open_compact(tmp_path / "compact-x.gguf")
+        with closing(
+            Weights(head.path, with_head=True, n_gpu_layers=0, device=None, writable=True)
+        ) as weights:
+            of_main = make_draft_vocab(main, head, weights)
+            of_main.adopt([200])
+            assert (200 in of_main.ids) == (not own)
+            row = of_main.read("token_embd.weight", 5)
+            assert row == (b"" if own else vocab.read("token_embd.weight", 5))
+
+
+def test_rows_and_tokens_that_are_not_there_are_refused(pair: models.Pair, tmp_path: Path) -> None:
+    with spare(open_sidecar(pair.sidecar), tmp_path) as vocab:
+        for wrong in ([256], [-1]):
+            with pytest.raises(IndexError):
+                vocab.adopt(wrong)
+    for ids, rows in (([], []), ([256], []), ([0], [1])):
+        with pytest.raises(ValueError):
+            DraftVocab(0, 256, ids, rows, [])
 
 
 @pytest.mark.parametrize("computing", ["stock", "ours"])

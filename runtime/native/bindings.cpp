@@ -2,10 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <tuple>
 
 #include "generation.h"
 #include "log.h"
@@ -20,6 +22,9 @@ using namespace nb::literals;
 using namespace sidecar;
 
 namespace {
+
+// A matrix as Python names it: the members of DraftVocab::Matrix.
+using Matrix = std::tuple<std::string, std::string, uint64_t, uint64_t, int32_t, int32_t, int64_t>;
 
 // The Python class that a LibraryError becomes; bind() replaces it by the package's own.
 PyObject * library_error = PyExc_RuntimeError;
@@ -92,15 +97,6 @@ NB_MODULE(_native, m) {
         },
         "values"_a);
 
-    m.def(
-        "set_rows",
-        [](uintptr_t model, const std::string & name, const std::vector<int32_t> & rows, const nb::bytes & data) {
-            if (rows.empty() || data.size() % rows.size() != 0) throw std::invalid_argument("rows and data do not match");
-            set_rows(reinterpret_cast<const llama_model *>(model), name, rows,
-                     static_cast<const uint8_t *>(data.data()), data.size() / rows.size());
-        },
-        "model"_a, "name"_a, "rows"_a, "data"_a, "Overwrites rows of a loaded matrix.");
-
     nb::class_<Chooser>(m, "Chooser");
     m.def("greedy_chooser", &greedy_chooser);
     m.def(
@@ -127,11 +123,33 @@ NB_MODULE(_native, m) {
             "__exit__", [](Turns & self, const nb::args &) { self.pass(); },
             nb::sig("def __exit__(self, *args: object) -> None"));
 
+    nb::class_<DraftVocab>(m, "DraftVocab", "Which tokens a compact head has rows for: see draft_vocab.h.")
+        .def(
+            "__init__",
+            [](DraftVocab * self, uintptr_t head, int32_t n_vocab, const std::vector<llama_token> & ids,
+               const std::vector<int32_t> & spare, const std::vector<Matrix> & matrices) {
+                std::vector<DraftVocab::Matrix> sources;
+                for (const auto & [name, path, offset, row_bytes, type, own_type, width] : matrices) {
+                    sources.push_back({name, path, offset, row_bytes, type, own_type, width});
+                }
+                new (self) DraftVocab(reinterpret_cast<const llama_model *>(head), n_vocab, ids, spare, std::move(sources));
+            },
+            "head"_a, "n_vocab"_a, "ids"_a, "spare"_a, "matrices"_a)
+        .def_prop_ro("ids", &DraftVocab::ids, "The token of each row.")
+        .def("adopt", &DraftVocab::adopt, "tokens"_a, no_gil, "Gives rows to those that have none; in the model's turn.")
+        .def(
+            "read",
+            [](const DraftVocab & self, const std::string & name, llama_token token) {
+                const std::vector<uint8_t> row = self.read(name, token);
+                return nb::bytes(reinterpret_cast<const char *>(row.data()), row.size());
+            },
+            "name"_a, "token"_a, "A token's row of a matrix as the head would have it.");
+
     nb::class_<Session>(m, "Session")
         .def(
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
-               const std::vector<llama_token> & ids, float min_confidence, const std::vector<llama_token> & script,
+               DraftVocab * vocab, float min_confidence, const std::vector<llama_token> & script,
                int32_t n_right) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
@@ -140,15 +158,15 @@ NB_MODULE(_native, m) {
                 options.n_layers = llama.model_n_layer(llama.get_model(target));
                 options.n_embd = llama.model_n_embd(llama.get_model(target));
                 options.ctx = draft_ctx == 0 ? nullptr : context_at(draft_ctx);
-                options.ids = ids;
+                options.vocab = vocab;
                 options.min_confidence = min_confidence;
                 options.script = script;
                 options.n_right = n_right;
-                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr);
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab);
                 release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
-            "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0,
-            "ids"_a = std::vector<llama_token>(), "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
+            nb::keep_alive<1, 5>(), "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0, "vocab"_a.none() = nb::none(),
+            "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)
@@ -159,7 +177,7 @@ NB_MODULE(_native, m) {
             "set_plain_context", [](Session & self, uintptr_t ctx) { self.set_plain_context(context_at(ctx)); }, "ctx"_a)
         .def("use_plain", &Session::use_plain, "plain"_a, no_gil)
         .def_prop_ro("is_plain", &Session::is_plain)
-        .def("set_row", &Session::set_row, "row"_a, "token"_a)
+        .def("adopt", &Session::adopt, "tokens"_a = std::vector<llama_token>(), no_gil)
         .def("time_rows", &Session::time_rows, "tokens"_a, "n_rows"_a, "repeats"_a, no_gil)
         .def(
             "rewind", [](Session & self, int32_t n_standing) { self.target().rewind(n_standing); }, "n_standing"_a,
@@ -220,21 +238,19 @@ NB_MODULE(_native, m) {
             },
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "chooser"_a, "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
             "stop"_a = std::vector<std::string>())
-        .def("begin", &Generation::begin, "session"_a, "first"_a)
+        .def("begin", &Generation::begin, "session"_a, "first"_a, no_gil)
         .def(
             "round",
             [](Generation & self, Session & session, Turns & turns) {
                 std::optional<std::string> shown;
                 const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
-                const nb::gil_scoped_release no_gil;
+                const nb::gil_scoped_release release;
                 turns.take();
                 shown = self.round(session);
                 return shown;
             },
             "session"_a, "turns"_a, "A round in a turn of its own.")
         .def("finish", &Generation::finish)
-        .def("take_seen", &Generation::take_seen)
-        .def_prop_ro("wants_rows", [](const Generation & self) { return self.needs() == Generation::Need::rows; })
         .def_prop_ro("wants_plain_context", [](const Generation & self) { return self.needs() == Generation::Need::plain_context; })
         .def_prop_ro(
             "end",

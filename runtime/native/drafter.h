@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "draft_vocab.h"
 #include "llama_api.h"
 #include "target.h"
 
@@ -45,13 +46,6 @@ class Drafter {
 
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
-
-    // A compact head has rows for some of the target's tokens only: from now on `row` is `token`'s, and the token it was for has
-    // none. A token without a row is fed as row 0, which costs acceptance and nothing else. Ignored by drafters of full vocabulary.
-    virtual void set_row(int32_t /*row*/, llama_token /*token*/) {}
-
-    // Whether the token can be fed, and proposed, as itself.
-    virtual bool knows(llama_token /*token*/) const { return true; }
 };
 
 struct DrafterOptions {
@@ -59,7 +53,7 @@ struct DrafterOptions {
     int32_t n_vocab = 0;               // the target's: no other id may be proposed
     int32_t n_layers = 0, n_embd = 0;  // the target's
     float min_confidence = 0.0f;       // of a drafter that knows it: a less likely token ends the draft
-    std::vector<llama_token> ids;      // of a compact head: the target's id of each row; else empty
+    DraftVocab * vocab = nullptr;      // of a compact head, else null; not owned, must outlive the drafter
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
 };

@@ -31,10 +31,6 @@ std::optional<std::string> Generation::round(Session & session) {
         need_ = Need::plain_context;
         return {};
     }
-    if (depth > 0 && lacks_rows_) {  // reading rows takes longer than all else here: not while decoding plainly
-        need_ = Need::rows;
-        return {};
-    }
 
     whole_ = false;
     place(session, plain);
@@ -69,13 +65,6 @@ std::string Generation::finish() {
     const std::lock_guard<std::mutex> lock(mutex_);
     text_ += tail;
     return tail;
-}
-
-std::vector<llama_token> Generation::take_seen() {
-    std::vector<llama_token> seen;
-    seen.swap(seen_);
-    lacks_rows_ = false;
-    return seen;
 }
 
 std::vector<llama_token> Generation::tokens() const {
@@ -116,11 +105,8 @@ int32_t Generation::take(Session & session, const std::vector<llama_token> & tok
     for (const llama_token token : tokens) {
         n_used += 1;
         chosen_.push_back(token);
-        seen_.push_back(token);
-        const bool known = session.knows(token);
         counts_.n_chosen += 1;
-        counts_.n_known += known;
-        lacks_rows_ |= !known;
+        counts_.n_known += session.see(token);
         if (!limits_.ignore_eog && session.is_eog(token)) {
             end_ = End::stop;
             break;

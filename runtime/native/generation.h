@@ -32,7 +32,6 @@ class Generation {
     enum class End { none, stop, length, cancelled };
     enum class Need {
         nothing,
-        rows,           // the head has no rows for some of seen(): give it some
         plain_context,  // rounds without drafts would be cheaper in a context without rollback slots: see Session::set_plain_context
     };
 
@@ -47,7 +46,7 @@ class Generation {
     // that is kept keeps no session.
     Generation(Chooser & chooser, Pacing * pacing, Limits limits);
 
-    // The text's first token; returns what of it can be shown. While nobody gives the head other rows.
+    // The text's first token; returns what of it can be shown. In the model's turn.
     std::string begin(Session & session, llama_token first);
 
     // A round; what can be shown of it, which may be nothing yet. No value when the text has ended or the round needs something
@@ -60,9 +59,6 @@ class Generation {
     Need needs() const { return need_; }
     End end() const { return end_; }
     bool whole() const { return whole_; }  // false after a round that failed: what the session holds is uncertain
-
-    // Tokens seen since the last call, for rows of the head.
-    std::vector<llama_token> take_seen();
 
     std::vector<llama_token> tokens() const;  // emitted
     std::vector<llama_token> chosen() const;  // emitted, and the token that ended the text
@@ -77,8 +73,6 @@ class Generation {
     Pacing * const pacing_;
     const Limits limits_;
     TextStream stream_;
-    std::vector<llama_token> seen_;
-    bool lacks_rows_ = false;  // for some of seen_
     bool asked_for_context_ = false;
     bool whole_ = true;
     Need need_ = Need::nothing;

@@ -100,6 +100,8 @@ void bind(void * handle) {
                                      "_Z29llama_internal_get_tensor_mapPK11llama_model"});
     find.optional(found.tensor_n_bytes, {"ggml_nbytes"});
     find.optional(found.tensor_set, {"ggml_backend_tensor_set"});
+    find.optional(found.get_type_traits, {"ggml_get_type_traits"});
+    find.optional(found.quantize_chunk, {"ggml_quantize_chunk"});
     if (dlsym(handle, "__kmpc_fork_call") == nullptr) {  // LLVM's and Intel's have it, libgomp has not
         find.optional(found.gomp_parallel, {"GOMP_parallel"});
         find.optional(found.omp_pause_resource_all, {"omp_pause_resource_all"});
@@ -131,28 +133,6 @@ std::string token_bytes(const llama_vocab * vocab, llama_token token) {
     }
     bytes.resize(size_t(n));
     return bytes;
-}
-
-void set_rows(const llama_model * model, const std::string & name, const std::vector<int32_t> & rows,
-              const uint8_t * data, size_t row_bytes) {
-    const LlamaApi & llama = api();
-    if (!llama.tensor_map || !llama.tensor_n_bytes || !llama.tensor_set) {
-        throw LibraryError("the loaded llama.cpp library does not show a model's weights");
-    }
-    bool is_there = false;
-    for (const auto & [found, tensor] : llama.tensor_map(model)) {
-        if (found != name) continue;
-        is_there = true;
-        const size_t n_rows = llama.tensor_n_bytes(tensor) / row_bytes;
-        for (size_t i = 0; i < rows.size(); ++i) {
-            if (rows[i] < 0 || size_t(rows[i]) >= n_rows) {
-                throw std::invalid_argument("row " + std::to_string(rows[i]) + " of the " + std::to_string(n_rows) +
-                                            " of " + name);
-            }
-            llama.tensor_set(tensor, data + i * row_bytes, size_t(rows[i]) * row_bytes, row_bytes);
-        }
-    }
-    if (!is_there) throw std::invalid_argument("there is no tensor " + name);
 }
 
 }  // namespace sidecar

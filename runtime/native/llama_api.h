@@ -23,6 +23,15 @@ struct llama_sampler;
 struct llama_batch_ext;
 struct llama_memory_i;
 struct ggml_tensor;
+// Of ggml.h: what its types can do.
+struct ggml_type_traits {
+    const char * type_name;
+    int64_t blck_size, blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    void (*to_float)(const void * from, float * to, int64_t n);
+    void (*from_float_ref)(const float * from, void * to, int64_t n);
+};
 using llama_memory_t = llama_memory_i *;
 using llama_pos = int32_t;
 using llama_token = int32_t;
@@ -42,6 +51,7 @@ struct LibraryError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+constexpr int32_t GGML_F32 = 0;  // the one ggml_type that has no to_float
 constexpr int32_t PROCESS_ENCODE = 0;
 constexpr int32_t PROCESS_DECODE = 1;
 // The part of a sequence's state that cannot be trimmed (recurrent state), from llama_state_seq_flags.
@@ -112,6 +122,9 @@ struct LlamaApi {
     const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);
     size_t (*tensor_n_bytes)(const ggml_tensor *);
     void (*tensor_set)(ggml_tensor *, const void * data, size_t offset, size_t n_bytes);
+    const ggml_type_traits * (*get_type_traits)(int32_t type);
+    size_t (*quantize_chunk)(int32_t type, const float * from, void * to, int64_t start, int64_t n_rows, int64_t width,
+                             const float * importance);
 
     // of the OpenMP runtime that the library computes on; null unless that is libgomp
     void (*gomp_parallel)(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
@@ -133,12 +146,5 @@ const LlamaApi & api();
 
 // The bytes of a token; nothing for control tokens.
 std::string token_bytes(const llama_vocab * vocab, llama_token token);
-
-// Overwrites rows of a loaded matrix: `data` is (rows.size(), row_bytes), in the matrix's own type. A matrix that llama.cpp keeps
-// twice (embeddings that are the output too) is changed in both places. Nothing may compute with the model meanwhile, and its
-// weights must lie in memory of their own (not mapped from the file, not repacked). Throws LibraryError where the library does not
-// show its weights, std::invalid_argument for a name or a row that is not there.
-void set_rows(const llama_model * model, const std::string & name, const std::vector<int32_t> & rows,
-              const uint8_t * data, size_t row_bytes);
 
 }  // namespace sidecar

@@ -17,8 +17,9 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter)
-    : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)) {
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab)
+    : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)),
+      vocab_(vocab) {
     clear();
 }
 
@@ -58,6 +59,7 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
         observe_block();
         const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch()) - 1;
         if (!is_plain() && std::min(depth, n_room) > 0) {
+            if (lacks_rows_) adopt();
             drafter_->propose(last_, std::min(depth, n_room), round.drafts);
         }
     }
@@ -119,6 +121,22 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
         seconds.push_back(seconds_since(mark));
     }
     return seconds;
+}
+
+bool Session::see(llama_token token) {
+    if (vocab_ == nullptr) return true;
+    seen_.push_back(token);
+    const bool known = vocab_->has(token);
+    lacks_rows_ |= !known;
+    return known;
+}
+
+void Session::adopt(const std::vector<llama_token> & tokens) {
+    if (vocab_ == nullptr) return;
+    seen_.insert(seen_.end(), tokens.begin(), tokens.end());
+    vocab_->adopt(seen_);
+    seen_.clear();
+    lacks_rows_ = false;
 }
 
 const std::string & Session::piece(llama_token token) {

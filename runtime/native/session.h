@@ -37,8 +37,9 @@ struct Round {
 
 class Session {
   public:
-    // `ctx` is not owned. Without a drafter every step decodes one row.
-    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter);
+    // `ctx` is not owned. Without a drafter every step decodes one row. `vocab` is that of a drafter with a compact head, else null;
+    // not owned, must outlive the session.
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -58,10 +59,12 @@ class Session {
 
     // Lets the drafter do now what it would otherwise do in the next step: after a prompt, so that its cost shows there.
     void catch_up();
-    void set_row(int32_t row, llama_token token) {
-        if (drafter_) drafter_->set_row(row, token);
-    }
-    bool knows(llama_token token) const { return !drafter_ || drafter_->knows(token); }
+
+    // Notes a token that the text has now; whether the drafter can be fed it, and can propose it, as itself.
+    bool see(llama_token token);
+
+    // Gets a compact head rows for those of the tokens noted, and of these, that it has none for. A step that drafts does so itself.
+    void adopt(const std::vector<llama_token> & tokens = {});
 
     // A token's bytes, remembered; nothing for control tokens.
     const std::string & piece(llama_token token);
@@ -86,6 +89,9 @@ class Session {
     std::unique_ptr<Target> plain_target_;  // or null
     Target * target_;                       // where the sequence is
     std::unique_ptr<Drafter> drafter_;
+    DraftVocab * const vocab_;             // of a compact head, else null
+    std::vector<llama_token> seen_;        // since its rows were looked after
+    bool lacks_rows_ = false;              // for some of seen_
     llama_token last_ = -1;
 
     // The last decode as far as the drafter has not seen it: its rows lie in the target's buffers until the next one.

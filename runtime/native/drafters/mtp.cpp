@@ -33,9 +33,11 @@ class Mtp final : public Drafter {
   public:
     explicit Mtp(const DrafterOptions & options)
         : ctx_(options.ctx, "mtp"), rows_(ctx_.n_embd()), n_true_(size_t(std::max(1, api().model_n_layer_nextn(ctx_.model())))),
-          ids_(options.ids) {
-        n_vocab_ = std::min(options.n_vocab, ctx_.n_vocab());
-        if (!ids_.empty()) map_rows(options.n_vocab, ctx_.n_vocab());
+          vocab_(options.vocab), n_vocab_(std::min(options.n_vocab, ctx_.n_vocab())) {
+        if (vocab_ != nullptr && int32_t(vocab_->ids().size()) != ctx_.n_vocab()) {
+            throw std::invalid_argument("the compact head has " + std::to_string(ctx_.n_vocab()) + " rows and " +
+                                        std::to_string(vocab_->ids().size()) + " ids");
+        }
         choose_hidden_rows();
     }
 
@@ -65,7 +67,7 @@ class Mtp final : public Drafter {
             const float * hidden = ctx_.hidden_row(row);
             drafted_rows_.insert(drafted_rows_.end(), hidden, hidden + rows_.width());
             const int32_t best = ctx_.best(row, n_vocab_);
-            drafted_.push_back(ids_.empty() ? best : ids_[best]);
+            drafted_.push_back(vocab_ == nullptr ? best : vocab_->ids()[size_t(best)]);
         }
         out.insert(out.end(), drafted_.begin(), drafted_.end());
         forget();
@@ -84,37 +86,7 @@ class Mtp final : public Drafter {
         forget();
     }
 
-    void set_row(int32_t row, llama_token token) override {
-        if (ids_.empty()) return;
-        if (token < 0 || size_t(token) >= row_of_.size() || row < 0 || size_t(row) >= ids_.size()) {
-            throw std::invalid_argument("row " + std::to_string(row) + " cannot be for token " + std::to_string(token));
-        }
-        if (row_of_[ids_[row]] == row) row_of_[ids_[row]] = 0;
-        ids_[row] = token;
-        row_of_[token] = row;
-    }
-
-    bool knows(llama_token token) const override {
-        return ids_.empty() || row_of_[token] != 0 || ids_[0] == token;
-    }
-
   private:
-    void map_rows(int32_t n_vocab, int32_t n_rows) {
-        if (int32_t(ids_.size()) != n_rows) {
-            throw std::invalid_argument("the compact head has " + std::to_string(n_rows) + " rows and " +
-                                        std::to_string(ids_.size()) + " ids");
-        }
-        row_of_.assign(n_vocab, 0);
-        n_vocab_ = n_rows;
-        for (int32_t row = 0; row < n_rows; ++row) {
-            if (ids_[row] < 0 || ids_[row] >= n_vocab) {
-                throw std::invalid_argument("row " + std::to_string(row) + " of the compact head has id " +
-                                            std::to_string(ids_[row]) + " of " + std::to_string(n_vocab));
-            }
-            row_of_[ids_[row]] = row;
-        }
-    }
-
     // llama.cpp can hand out hidden rows of the output rows alone ("masked") or of all. Its graphs differ: some crop the
     // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST
     // rows of a batch. So this looks: two cells in one decode, output on the second, against the same cells one by one.
@@ -209,7 +181,7 @@ class Mtp final : public Drafter {
         const size_t j = i - rows_.size();
         const llama_token token = is_true ? tokens_[i] : drafted_[j];
         const float * row = is_true ? rows_.row(i) : drafted_rows_.data() + j * rows_.width();
-        ctx_.add(ids_.empty() ? token : row_of_[token], row, rows_.width(), wants_output);
+        ctx_.add(vocab_ == nullptr ? token : vocab_->row_of(token), row, rows_.width(), wants_output);
     }
 
     DraftContext ctx_;
@@ -220,9 +192,8 @@ class Mtp final : public Drafter {
     std::vector<float> carry_;         // (n_embd,): the hidden row before the next cell
     std::vector<llama_token> drafted_;
     std::vector<float> drafted_rows_;  // (drafted_.size(), n_embd): the hidden row before each drafted token
-    std::vector<llama_token> ids_;     // of a compact head: the target's id of each row
-    std::vector<int32_t> row_of_;      // of a compact head: the row that each of the target's ids is fed as
-    int32_t n_vocab_;                  // logits that may be proposed
+    const DraftVocab * const vocab_;   // of a compact head, else null
+    const int32_t n_vocab_;            // logits that may be proposed
 };
 
 const Registered registered("mtp", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
