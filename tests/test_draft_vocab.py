@@ -388,7 +388,7 @@ def test_the_draft_context_takes_one_layer_s_cells_and_one_row_of_logits(
 ) -> None:
     """By llama.cpp's own log. With an output row for each of a batch's 128 rows, logits alone would be 34 MB."""
     pair = models.write_pair(tmp_path, layers=4, n_vocab=66_000)
-    with load(pair.main, ctx=4096, threads=1, depth=3, draft_vocab="full") as model:
+    with load(pair.main, ctx=4096, threads=1, depth=3, draft_vocab="full", flash_attn="on") as model:
         set_verbose(True)
         capfd.readouterr()
         with closing(
