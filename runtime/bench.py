@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any
@@ -29,7 +29,10 @@ MIN_PAIRS = 5
 MIN_TOKENS = 16  # a budget shortens the texts to this before it drops a pair
 MIN_TIMED_TOKENS = 8  # a text that ends earlier has no speed worth naming
 MAX_SHARE = 1.05  # nobody gains more than drafting for free: such a share speaks of a machine that drifted
-N_WIDTH_DECODES = 4  # decodes of each width between two pairs, the first of them warm-up
+N_WIDTH_DECODES = (
+    9  # decodes of a width that rounds verify with, after each pair; the first of them is warm-up
+)
+N_OTHER_DECODES = 4  # of the others
 
 Progress = Callable[[int, int], None]
 
@@ -54,17 +57,38 @@ def p_accept(length: float, depth: int) -> float:
     return (low + high) / 2
 
 
+def relative(row_s: Mapping[int, Sequence[float]]) -> list[float]:
+    """v(n) = time of n rows / time of 1 row, for n = 1, 2, ...; medians of `row_s[n]`, seconds of single decodes.
+
+    >>> relative({1: [2.0, 9.0, 2.0], 2: [3.0, 3.0, 3.0]})
+    [1.0, 1.5]
+    """
+    return [median(seconds) / median(row_s[1]) for _, seconds in sorted(row_s.items())]
+
+
+def speedup_bound(stats: Stats, v: Sequence[float]) -> float:
+    """The speed-up over plain if drafting and choosing were free: L / v(k+1), each round at the depth k that it had."""
+    verified = sum(n * v for n, v in zip(stats.rounds_per_depth, v, strict=False))
+    return (stats.n_rounds + stats.n_accepted) / verified if verified else 1.0
+
+
 @dataclass(frozen=True)
 class Pair:
-    """One prompt, plain and speculative."""
+    """One prompt, plain and speculative; `row_s[n]` are seconds of single decodes of n rows right after."""
 
     prompt: Prompt
     plain: Generation
     spec: Generation
+    row_s: dict[int, list[float]]
 
     @property
     def speedup(self) -> float:
         return self.spec.stats.tok_s / self.plain.stats.tok_s
+
+    @property
+    def share_of_bound(self) -> float:
+        """Its speed-up over its own bound: what slows the machine for a while slows both."""
+        return self.speedup / speedup_bound(self.spec.stats, relative(self.row_s))
 
     @property
     def divergence(self) -> int | None:
@@ -123,7 +147,7 @@ class Divergence:
 
 @dataclass
 class Report:
-    """All that was measured: `prompts` were used, `row_s[n]` are seconds of single decodes of n rows."""
+    """All that was measured; `prompts` were used."""
 
     prompts: Sequence[Prompt]
     depth: int
@@ -134,7 +158,6 @@ class Report:
     paced: bool  # pace chose the depth, `depth` at most
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
-    row_s: dict[int, list[float]] = field(default_factory=dict)
     divergence: Divergence | None = None
     noisy: bool = (
         False  # something else used the machine: speeds can be read, figures that divide them cannot
@@ -155,7 +178,12 @@ class Report:
     @property
     def v(self) -> list[float]:
         """v(n) = time of n rows / time of 1 row, for n = 1 .. depth+1."""
-        return [median(seconds) / self.one_row_s for _, seconds in sorted(self.row_s.items())]
+        return relative(self.row_s)
+
+    @property
+    def row_s(self) -> dict[int, list[float]]:
+        """Seconds of all single decodes of n rows."""
+        return {n: [s for pair in self.pairs for s in pair.row_s[n]] for n in self.pairs[0].row_s}
 
     @property
     def one_row_s(self) -> float:
@@ -199,17 +227,13 @@ class Report:
 
     @property
     def bound(self) -> float:
-        """The speed-up if drafting and choosing were free: L / v(depth + 1); with pace, at the depths its rounds had."""
-        stats = self.figures.stats
-        if not self.paced:
-            return stats.mean_accepted_length / self.v[-1]
-        verified = sum(n * v for n, v in zip(stats.rounds_per_depth, self.v, strict=False))
-        return (stats.n_rounds + stats.n_accepted) / verified if verified else 1.0
+        """The speed-up if drafting and choosing were free, over all pairs."""
+        return speedup_bound(self.figures.stats, self.v)
 
     @property
     def share_of_bound(self) -> float | None:
-        """How much of the bound was reached; None where the widths' times are too uncertain to say."""
-        share = self.figures.speedup / self.bound
+        """How much of its bound a pair reached, the median; None where the widths' times are too uncertain to say."""
+        share = median(pair.share_of_bound for pair in self.pairs)
         return None if self.noisy or share > MAX_SHARE else share
 
     @property
@@ -393,8 +417,6 @@ class _Bench:
                 )
                 continue
             prompts.append((prompt, tokens))
-            for n_rows, seconds in self._time_widths([*tokens, *pair.spec.tokens]).items():
-                report.row_s.setdefault(n_rows, []).extend(seconds)
             report.pairs.append(pair)
             on_pair(pair)
             slowest_s = max(slowest_s, time.perf_counter() - started)
@@ -407,7 +429,8 @@ class _Bench:
         for i, session in enumerate(order):
             n_other = (2 * n_before + i) * self._report.n
             runs[session] = self._generate(session, tokens, self._report.n, n_other)
-        return Pair(prompt, plain=runs[self._plain], spec=runs[self._spec])
+        spec = runs[self._spec]
+        return Pair(prompt, runs[self._plain], spec, self._time_widths([*tokens, *spec.tokens]))
 
     def _generate(
         self, session: Session, tokens: list[int], n: int, n_other: int | None = None
@@ -434,5 +457,7 @@ class _Bench:
 
     def _time_widths(self, tokens: list[int]) -> dict[int, list[float]]:
         """Seconds of decodes of 1 .. depth+1 rows of a real text (of equal rows a mixture of experts would use few)."""
-        n_rows_max = min(self._spec.depth + 1, self._spec.model.settings.batch)
-        return {n: self._spec.time_rows(tokens, n, N_WIDTH_DECODES)[1:] for n in range(1, n_rows_max + 1)}
+        n_most = min(self._spec.depth + 1, self._spec.model.settings.batch)
+        n_decodes = dict.fromkeys(range(1, n_most + 1), N_OTHER_DECODES)
+        n_decodes |= dict.fromkeys(n_decodes if self._report.paced else (1, n_most), N_WIDTH_DECODES)
+        return {n: self._spec.time_rows(tokens, n, decodes)[1:] for n, decodes in n_decodes.items()}
