@@ -1,9 +1,10 @@
 """What speculation gains on this machine: plain and speculative runs in turns, and the costs that bound the gain.
 
 Plain and speculative sessions of one model take turns in one process, so that whatever slows the machine slows both. A
-pair is one prompt on each of them; figures are medians over pairs. Between pairs the target decodes batches of every
-width, which gives v(n) = time of n rows / time of 1 row: with L tokens a round at depth k, no drafter however cheap can
-gain more than L / v(k+1). Knows nothing of terminals; where the figures come from is provenance.py.
+pair is one prompt on each of them; figures are medians over pairs. After each pair the target decodes batches of every width,
+which gives v(n) = time of n rows as a verification decodes them / time of 1 row as plain decoding does: with L tokens a round
+at depth k, no drafter however cheap can gain more than L / v(k+1). Knows nothing of terminals; where the figures come from is
+provenance.py.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def p_accept(length: float, depth: int) -> float:
 
 
 def relative(row_s: Mapping[int, Sequence[float]]) -> list[float]:
-    """v(n) = time of n rows / time of 1 row, for n = 1, 2, ...; medians of `row_s[n]`, seconds of single decodes.
+    """v(n) for n = 1, 2, ... from the medians of `row_s[n]`, seconds of single decodes.
 
     >>> relative({1: [2.0, 9.0, 2.0], 2: [3.0, 3.0, 3.0]})
     [1.0, 1.5]
@@ -177,7 +178,7 @@ class Report:
 
     @property
     def v(self) -> list[float]:
-        """v(n) = time of n rows / time of 1 row, for n = 1 .. depth+1."""
+        """v(n) for n = 1 .. depth+1."""
         return relative(self.row_s)
 
     @property
@@ -187,7 +188,7 @@ class Report:
 
     @property
     def one_row_s(self) -> float:
-        """Seconds of a decode of one row, in the session that verifies."""
+        """Seconds of a decode of one row in the plain session, without the rollback slots and hidden rows that verifying needs."""
         return median(self.row_s[1])
 
     @property
@@ -460,4 +461,7 @@ class _Bench:
         n_most = min(self._spec.depth + 1, self._spec.model.settings.batch)
         n_decodes = dict.fromkeys(range(1, n_most + 1), N_OTHER_DECODES)
         n_decodes |= dict.fromkeys(n_decodes if self._report.paced else (1, n_most), N_WIDTH_DECODES)
-        return {n: self._spec.time_rows(tokens, n, decodes)[1:] for n, decodes in n_decodes.items()}
+        return {
+            n: (self._plain if n == 1 else self._spec).time_rows(tokens, n, decodes)[1:]
+            for n, decodes in n_decodes.items()
+        }
