@@ -13,6 +13,7 @@ from importlib.metadata import version
 from .drafter_choice import Speculation
 from .errors import LibraryError, LoadError, PromptError, SessionError
 from .llm import Model, load
+from .sampling import Sampling
 from .session import Generation, Scripted, Session
 from .stats import Stats
 
@@ -22,6 +23,7 @@ __all__ = [
     "LoadError",
     "Model",
     "PromptError",
+    "Sampling",
     "Scripted",
     "Session",
     "SessionError",

@@ -23,6 +23,7 @@ from .llm import Model
 from .lossless import first_divergence, top_two_margin
 from .prompts import Prompt, prompts_hash, usable
 from .provenance import provenance
+from .sampling import MAX_SEED
 from .session import Generation, Session
 from .stats import Stats
 
@@ -139,7 +140,7 @@ class Figures:
 @dataclass(frozen=True)
 class Divergence:
     """Where token ids first differ: which pair, at which token, and how far apart the target's two best logits are there
-    (None when sampled: then the seed's draw decides, not the best)."""
+    (None where not the best logit decides: the seed's draw, penalties, a grammar)."""
 
     pair: int
     token: int
@@ -157,6 +158,9 @@ class Report:
     seed: int
     synthetic_length: float | None
     paced: bool  # pace chose the depth, `depth` at most
+    shaping: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings of `Sampling` beside temperature and seed
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     divergence: Divergence | None = None
@@ -264,6 +268,7 @@ class Report:
             "n": self.n,
             "temperature": self.temperature,
             "seed": self.seed,
+            "shaping": dict(self.shaping),
             "synthetic_length": self.synthetic_length,
             "prompts": {"n": len(self.prompts), "sha256": self.prompts_sha256},
             "warnings": self.warnings,
@@ -278,6 +283,7 @@ def measure(
     n: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
+    shaping: Mapping[str, Any] | None = None,
     budget_s: float | None = None,
     synthetic_length: float | None = None,
     progress: Progress = lambda done, total: None,
@@ -290,6 +296,7 @@ def measure(
         prompts: one pair each; fewer than five are gone through again.
         n: tokens a text.
         temperature, seed: of both runs of a pair.
+        shaping: further settings of `Sampling`, of both runs too.
         budget_s: seconds for all of it: texts are shortened, then pairs left out, and the report says so.
         synthetic_length: coins of this mean accepted length stand in for verification; the text is then meaningless.
         progress: called with the tokens done and the tokens in all.
@@ -321,6 +328,7 @@ def measure(
     report = Report(
         [prompt for prompt, _ in found], model.depth, n, temperature, seed, synthetic_length, model.paced
     )
+    report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
     report.warnings += warnings
     report.source = provenance(model)
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
@@ -346,7 +354,9 @@ def _first_divergence(model: Model, report: Report) -> Divergence | None:
         at = pair.divergence
         if at is not None:
             before = [*pair.prompt.tokens(model), *pair.plain.tokens[:at]]
-            return Divergence(i, at, None if report.temperature else top_two_margin(model, before))
+            chosen = model.sampling.with_options(temperature=report.temperature, **report.shaping)
+            by_logits = chosen.greedy and not chosen.adjusts
+            return Divergence(i, at, top_two_margin(model, before) if by_logits else None)
     return None
 
 
@@ -438,7 +448,7 @@ class _Bench:
     ) -> Generation:
         """Runs a text to its end. `n_other` are the tokens of earlier texts, for the progress; None shows none."""
         report = self._report
-        seed = (report.seed + len(report.pairs)) % 2**32
+        seed = (report.seed + len(report.pairs)) % MAX_SEED
         if self._coin is not None and session is self._spec:
             generation = session.generate_synthetic(tokens, p_accept=self._coin, max_tokens=n, seed=seed)
         else:
@@ -447,6 +457,7 @@ class _Bench:
                 max_tokens=n,
                 temperature=report.temperature,
                 seed=seed,
+                **report.shaping,
                 ignore_eos=self._coin is not None,
             )
         text_ends = False

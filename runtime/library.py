@@ -6,6 +6,7 @@ fails for the library's sake: whatever is wrong is a `LibraryError` when a model
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from types import ModuleType
@@ -76,6 +77,8 @@ def _layout_problem(module: ModuleType) -> str | None:
             "llama_context_params.ctx_type": (context.ctx_type, 0),
             "llama_context_params.type_k": (context.type_k, module.GGML_TYPE_F16),
             "llama_context_params.ctx_other": (bool(context.ctx_other), False),
+            "the size of llama_token_data": (ctypes.sizeof(module.llama_token_data), 12),
+            "llama_token_data_array.selected's place": (module.llama_token_data_array.selected.offset, 16),
         }
     except AttributeError as error:
         return f"llama-cpp-python's structs lack a field: {error}"

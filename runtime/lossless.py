@@ -73,7 +73,7 @@ def sweep(model: Model, prompt: Sequence[int], *, depths: Iterable[int], n: int)
     """Writes `n` tokens greedily with every scripted drafter (right for the first j of a draft, j = 0 .. depth) and with the
     model's own, at every depth, and compares the token ids with the plain text's."""
     with model.session(spec_type="none") as session:
-        plain = session.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True)
+        plain = session.generate(prompt, max_tokens=n, temperature=0, repeat_penalty=1, ignore_eos=True)
         plain.read()
     script = [*prompt, *plain.tokens]
     for depth in depths:
@@ -82,7 +82,9 @@ def sweep(model: Model, prompt: Sequence[int], *, depths: Iterable[int], n: int)
             drafters[model.kind] = None
         for name, scripted in drafters.items():
             with model.session(depth=depth, scripted=scripted) as session:
-                text = session.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True)
+                text = session.generate(
+                    prompt, max_tokens=n, temperature=0, repeat_penalty=1, ignore_eos=True
+                )
                 text.read()
             at = first_divergence(plain.tokens, text.tokens)
             margin = None if at is None else top_two_margin(model, script[: len(prompt) + at])

@@ -1,26 +1,78 @@
-"""How the target's next token is chosen: greedy, or temperature / top-k / top-p / min-p with a seed.
+"""How the target's next token is chosen: greedy, or by temperature and truncation, penalties, biases and a grammar.
 
-The arithmetic is llama.cpp's sampler chain in its own order; this module only builds it. Defaults come from the file's
-`general.sampling.*` keys, else from llama.cpp's own.
+The arithmetic is llama.cpp's sampler chain in its own order; this module says which samplers, and what is out of range. Defaults
+come from the file's `general.sampling.*` keys, else from llama.cpp's own. Knows nothing of drafts: native/sampling.h does.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import PromptError
-from .library import llama
+from .library import forget_errors, last_error, llama
+
+if TYPE_CHECKING:
+    from .vocab import Vocab
+
+MAX_SEED = 2**32 - 2  # the one above it makes llama.cpp draw a fresh seed
+WHOLE = -1  # as a number of last tokens: the whole context
+
+# name: least and most, whether the least itself is too small
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 1e6, False),
+    "top_k": (0, 2**31 - 1, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "typical_p": (0, 1, True),
+    "repeat_last_n": (WHOLE, 2**20, False),
+    "repeat_penalty": (1e-3, 1e3, False),
+    "frequency_penalty": (-1e3, 1e3, False),
+    "presence_penalty": (-1e3, 1e3, False),
+    "dry_multiplier": (0, 1e3, False),
+    "dry_base": (1, 1e3, False),
+    "dry_allowed_length": (1, 2**20, False),
+    "dry_penalty_last_n": (WHOLE, 2**20, False),
+    "seed": (0, MAX_SEED, False),
+}
+_WHOLE_NUMBERS = (
+    "top_k",
+    "repeat_last_n",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of one generation. `temperature` 0 is greedy; `seed` None draws a fresh one.
+    """Settings of one generation, under llama.cpp's names and with its defaults.
+
+    Args:
+        temperature: 0 is greedy: the largest logit after biases, penalties, DRY and grammar, with no truncation.
+        top_k: choose among so many likeliest; 0: all.
+        top_p: ... of this total probability.
+        min_p: ... of at least this share of the likeliest's.
+        typical_p: ... by how near their surprise is to the expected one (arXiv:2202.00666); 1 is off.
+        repeat_last_n: tokens, the prompt's included, that the three penalties look at; -1: the whole context.
+        repeat_penalty: divides the logits of tokens that occur there; 1 is off (arXiv:1909.05858).
+        frequency_penalty: is taken from their logits, once for each time.
+        presence_penalty: is taken from their logits once.
+        dry_multiplier: of the penalty for going on with what was said before (DRY); 0 is off.
+        dry_base, dry_allowed_length: the penalty is multiplier * base ** (length - allowed length).
+        dry_penalty_last_n: tokens that DRY looks at; -1: the whole context.
+        dry_sequence_breakers: texts that a repetition does not reach across.
+        logit_bias: what is added to the logits of these token ids; -inf bans one.
+        grammar: GBNF with a rule `root`: the text is one of its sentences.
+        json_schema: the text is JSON of this schema, an object or its JSON; in place of a grammar.
+        seed: of all draws; None draws a fresh one.
 
     >>> Sampling(temperature=0.7, seed=1).greedy
     False
@@ -30,34 +82,101 @@ class Sampling:
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = WHOLE
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+    json_schema: Mapping[str, Any] | str | bool | None = None
     seed: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature <= 0 or self.top_k == 1
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's penalty depends on the tokens before it."""
+        counts = self.repeat_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return (counts and self.repeat_last_n != 0) or self._dry
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the largest logit is not always what greedy takes."""
+        is_bound = self.grammar is not None or self.json_schema is not None
+        return self.penalizes or is_bound or bool(self.logit_bias)
+
+    @property
+    def _dry(self) -> bool:
+        return self.dry_multiplier != 0 and self.dry_penalty_last_n != 0
+
     def with_options(self, **options: Any) -> Sampling:
         """These settings with every option that is not None put over them.
 
         Raises:
-            PromptError: an option is out of its range.
+            PromptError: an option is unknown, out of its range, or contradicts another.
         """
-        chosen = replace(self, **{name: value for name, value in options.items() if value is not None})
-        whole = isinstance(chosen.top_k, int) and isinstance(chosen.seed or 0, int)
-        rules: dict[str, bool] = {
-            f"top_k {chosen.top_k!r} and seed {chosen.seed!r} are not whole numbers": not whole,
-            f"temperature {chosen.temperature} is not a number of at least 0": not (
-                0 <= chosen.temperature < math.inf
-            ),
-            f"top_k {chosen.top_k} is negative": chosen.top_k < 0,
-            f"top_p {chosen.top_p} is not between 0 and 1": not 0 < chosen.top_p <= 1,
-            f"min_p {chosen.min_p} is not between 0 and 1": not 0 <= chosen.min_p <= 1,
-            f"seed {chosen.seed} is not between 0 and 4294967295": not 0 <= (chosen.seed or 0) < 2**32,
-        }
-        broken = [rule for rule, is_broken in rules.items() if is_broken]
+        unknown = sorted(options.keys() - self.__dataclass_fields__.keys())
+        if unknown:
+            raise PromptError(
+                f"sampling: unknown: {', '.join(unknown)} (there are: {', '.join(self.__dataclass_fields__)})"
+            )
+        given = {name: value for name, value in options.items() if value is not None}
+        if "grammar" in given and "json_schema" not in given:
+            given["json_schema"] = None
+        if "json_schema" in given and "grammar" not in given:
+            given["grammar"] = None
+        chosen = replace(self, **given)
+        broken = [
+            problem
+            for name, bounds in _RANGES.items()
+            if (problem := _outside(name, getattr(chosen, name), *bounds))
+        ]
+        broken += chosen._contradictions()
         if broken:
             raise PromptError("sampling: " + "; ".join(broken))
         return chosen
+
+    def _contradictions(self) -> list[str]:
+        found = []
+        if self.grammar is not None and self.json_schema is not None:
+            found.append("a grammar and a JSON schema are both given: which is meant?")
+        if not (self.grammar is None or isinstance(self.grammar, str)):
+            found.append(f"the grammar {self.grammar!r} is not a text in GBNF")
+        breakers = self.dry_sequence_breakers
+        if isinstance(breakers, str) or not all(isinstance(text, str) for text in breakers):
+            found.append(f"dry_sequence_breakers {breakers!r} are not several texts")
+        if not isinstance(self.logit_bias, Mapping):
+            return [*found, f"logit_bias {self.logit_bias!r} is not a mapping of token ids to numbers"]
+        for token, bias in self.logit_bias.items():
+            if not (_is_number(token) and isinstance(token, int)):
+                found.append(f"logit_bias is for the token {token!r}, which is no id")
+            elif not (_is_number(bias) and -math.inf <= bias <= 1e6):
+                found.append(f"logit_bias {bias!r} of token {token} is not a number of at most a million")
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _outside(name: str, value: Any, least: float, most: float, is_open: bool) -> str | None:
+    """What is wrong with a number, or None."""
+    if value is None and name == "seed":
+        return None
+    if name in _WHOLE_NUMBERS and not (_is_number(value) and isinstance(value, int)):
+        return f"{name} {value!r} is not a whole number"
+    if not _is_number(value) or not (least <= value <= most) or (is_open and value == least):
+        above = "is not above" if is_open else "is not a number of at least"
+        return f"{name} {value!r} {above} {least:g} and at most {most:.10g}"
+    return None
 
 
 def file_defaults(keys: Mapping[str, Any]) -> Sampling:
@@ -71,6 +190,8 @@ def file_defaults(keys: Mapping[str, Any]) -> Sampling:
         "top_k": keys.get("general.sampling.top_k"),
         "top_p": keys.get("general.sampling.top_p"),
         "min_p": keys.get("general.sampling.min_p"),
+        "repeat_last_n": keys.get("general.sampling.penalty_last_n"),
+        "repeat_penalty": keys.get("general.sampling.penalty_repeat"),
     }
     try:
         return Sampling().with_options(**found)
@@ -78,39 +199,168 @@ def file_defaults(keys: Mapping[str, Any]) -> Sampling:
         return Sampling()  # a file's nonsense is not the user's mistake
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was to the target, before any sampler; `top` are the likeliest tokens and theirs, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Chooser:
     """A native chooser and what it needs kept alive. Close it when the generation ends; else it goes with its last reference."""
 
-    def __init__(self, native: Any, free: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, native: Any, free: Callable[[], None] = lambda: None, n_logprobs: int | None = None
+    ) -> None:
         self.native = native
+        self._recorder: Any = None
+        if n_logprobs is not None:
+            self.native = self._recorder = _native.LogprobsChooser(native, min(n_logprobs, 2**31 - 1))
         self._free = weakref.finalize(self, free)
         self._free.atexit = False
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of the tokens chosen so far, where they are kept; also after its end."""
+        found = self._recorder.found if self._recorder is not None else []
+        return [TokenLogprobs(one.token, one.logprob, one.top) for one in found]
 
     def close(self) -> None:
         self.native = None
         self._free()
 
 
-def make_chooser(sampling: Sampling) -> Chooser:
-    """Builds the chooser for these settings: own arg-max for greedy, llama.cpp's chain otherwise."""
-    if sampling.greedy:
-        return Chooser(_native.greedy_chooser())
+def make_chooser(
+    sampling: Sampling, vocab: Vocab, prompt: Sequence[int], n_ctx: int, n_logprobs: int | None = None
+) -> Chooser:
+    """Builds the chooser for these settings: our own arg-max for plain greedy, llama.cpp's chain otherwise.
+
+    Args:
+        vocab: of the target.
+        prompt: the tokens before the text: penalties and DRY look at them.
+        n_ctx: the whole context, in tokens.
+        n_logprobs: how many likeliest tokens to keep of each; None keeps no log-probabilities.
+
+    Raises:
+        PromptError: a bias of a token that the vocabulary lacks, a grammar that does not parse, a schema that is none.
+    """
+    if sampling.greedy and not sampling.adjusts:
+        return Chooser(_native.greedy_chooser(), n_logprobs=n_logprobs)
     lib = llama()
-    seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+    grammar = _make_grammar(sampling, vocab)
     chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-    for part in (
+
+    def free() -> None:
+        lib.llama_sampler_free(chain)
+        if grammar:
+            lib.llama_sampler_free(grammar)
+
+    try:
+        for part in [*_adjusting(sampling, vocab, n_ctx), *_choosing(sampling)]:
+            lib.llama_sampler_chain_add(chain, part)
+        if sampling.penalizes:
+            for token in prompt:
+                lib.llama_sampler_accept(chain, token)
+        native = _native.chain_chooser(address(chain), address(grammar) if grammar else 0)
+    except BaseException:
+        free()
+        raise
+    return Chooser(native, free, n_logprobs)
+
+
+def _adjusting(sampling: Sampling, vocab: Vocab, n_ctx: int) -> list[Any]:
+    """The samplers that change logits and remove no token: biases, penalties, DRY."""
+    lib, found = llama(), []
+    if sampling.logit_bias:
+        foreign = [token for token in sampling.logit_bias if not 0 <= token < vocab.n_tokens]
+        if foreign:
+            raise PromptError(
+                f"logit_bias is for token {foreign[0]}, which is outside the vocabulary of {vocab.n_tokens}"
+            )
+        biases = (lib.llama_logit_bias * len(sampling.logit_bias))(*sampling.logit_bias.items())
+        found.append(lib.llama_sampler_init_logit_bias(vocab.n_tokens, len(biases), biases))
+    if sampling.penalizes:
+        last_n = n_ctx if sampling.repeat_last_n == WHOLE else sampling.repeat_last_n
+        found.append(
+            lib.llama_sampler_init_penalties(
+                vocab.n_tokens,
+                last_n,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        )
+    if sampling._dry:
+        texts = [text.encode() for text in sampling.dry_sequence_breakers]
+        found.append(
+            lib.llama_sampler_init_dry(
+                vocab.pointer,
+                sampling.dry_multiplier,
+                sampling.dry_base,
+                sampling.dry_allowed_length,
+                n_ctx if sampling.dry_penalty_last_n == WHOLE else sampling.dry_penalty_last_n,
+                (ctypes.c_char_p * len(texts))(*texts),
+                len(texts),
+            )
+        )
+    return found
+
+
+def _choosing(sampling: Sampling) -> list[Any]:
+    """The samplers that leave fewer tokens, the temperature, and the choice itself."""
+    lib = llama()
+    if sampling.greedy:
+        return [lib.llama_sampler_init_greedy()]
+    seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+    return [
         lib.llama_sampler_init_top_k(sampling.top_k),
+        lib.llama_sampler_init_typical(sampling.typical_p, 1),
         lib.llama_sampler_init_top_p(sampling.top_p, 1),
         lib.llama_sampler_init_min_p(sampling.min_p, 1),
         lib.llama_sampler_init_temp(sampling.temperature),
         lib.llama_sampler_init_dist(seed),
-    ):
-        lib.llama_sampler_chain_add(chain, part)
-    return Chooser(_native.chain_chooser(address(chain)), lambda: lib.llama_sampler_free(chain))
+    ]
+
+
+def _make_grammar(sampling: Sampling, vocab: Vocab) -> Any:
+    """The grammar's own sampler, or None where nothing is bound."""
+    text = sampling.grammar
+    if sampling.json_schema is not None:
+        text = schema_grammar(sampling.json_schema)
+    if text is None:
+        return None
+    forget_errors()
+    made = llama().llama_sampler_init_grammar(vocab.pointer, text.encode(), b"root") if text.strip() else None
+    if not made:
+        raise PromptError(
+            f"the grammar is no GBNF that llama.cpp takes: {last_error() if text.strip() else 'it is empty'}"
+        )
+    return made
+
+
+def schema_grammar(schema: Mapping[str, Any] | str | bool) -> str:
+    """The GBNF of a JSON schema, which llama-cpp-python's converter writes.
+
+    Raises:
+        PromptError: it is not JSON, or uses what the converter does not know.
+
+    Example:
+        >>> "root ::=" in schema_grammar({"type": "integer"})
+        True
+    """
+    from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return str(json_schema_to_gbnf(text))
+    except RecursionError:
+        raise PromptError("the JSON schema nests too deeply") from None
+    except Exception as error:  # a converter of foreign schemas: any error in it is the schema's
+        raise PromptError(f"the JSON schema cannot be used: {error or type(error).__name__}") from error
 
 
 def address(pointer: Any) -> int:
     """The address a ctypes pointer (or void pointer) holds."""
-    import ctypes
-
     return ctypes.cast(pointer, ctypes.c_void_p).value or 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import LoadError, PromptError, SessionError
-from .sampling import Chooser, address, make_chooser
+from .sampling import Chooser, Sampling, TokenLogprobs, address, make_chooser
 from .stats import Stats
 from .weights import Settings, free_context, make_target_context
 
@@ -116,39 +116,40 @@ class Session:
         prompt: str | Sequence[int],
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
         stop: Sequence[str] | str = (),
         depth: int | None = None,
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
     ) -> Generation:
         """Completes `prompt` as it stands and streams the text.
 
         Args:
             prompt: text, or token ids.
             max_tokens: tokens to emit at most (default 512; the context's end also ends it).
-            temperature, top_k, top_p, min_p: None takes the file's own setting, else greedy.
-            seed: None draws a fresh one.
             stop: strings that end the text; they are not part of it.
             depth: drafts per round, at most the session's own; None leaves it to the session's pace, if it has one.
             ignore_eos: go on past the end-of-text token (benchmarks).
+            logprobs: keep each token's log-probability, and those of so many likeliest ones, in `Generation.logprobs`.
+            sampling: how tokens are chosen; by default as the file says, else greedily.
+            options: any setting of `Sampling` (temperature, top_k, seed, grammar, ...), over those; None leaves it as it is.
 
         Raises:
-            PromptError: an empty prompt, one longer than the context, an option out of range.
+            PromptError: an empty prompt, one longer than the context, an option unknown or out of range.
             SessionError: the session is closed, or generating in another thread.
 
         Example:
             >>> "".join(session.generate("def add(a, b):", max_tokens=16))      # doctest: +SKIP
         """
         tokens = self.model.vocab.tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        sampling = self.model.sampling.with_options(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-        )
+        settings = (sampling or self.model.sampling).with_options(**options)
         self._check_prompt(tokens)
-        for name, value, least in (("max_tokens", max_tokens, 1), ("depth", depth, 0)):
+        for name, value, least in (
+            ("max_tokens", max_tokens, 1),
+            ("depth", depth, 0),
+            ("logprobs", logprobs, 0),
+        ):
             if value is not None and not (isinstance(value, int) and value >= least):
                 raise PromptError(f"{name} {value!r} is not a whole number of at least {least}")
         stop = [stop] if isinstance(stop, str) else list(stop)
@@ -158,7 +159,7 @@ class Session:
             raise PromptError(f"stop strings {stop!r} are not all text") from None
         request = _Request(
             tokens=tokens,
-            chooser=make_chooser(sampling),
+            chooser=make_chooser(settings, self.model.vocab, tokens, self.n_ctx, logprobs),
             max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
             stop=stop,
             depth=self.depth if depth is None else min(depth, self.depth),
@@ -379,6 +380,11 @@ class Generation(Iterator[str]):
         """What has been emitted, the end of text left out."""
         tokens: list[int] = self._native.tokens
         return tokens
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of each of `tokens`, where they were asked for, else empty: natural logarithms, before any sampler."""
+        return self._request.chooser.logprobs[: len(self.tokens)]
 
     @property
     def stats(self) -> Stats:

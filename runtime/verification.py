@@ -21,6 +21,7 @@ from .llm import Model
 from .lossless import TOP_K, Rounding, Row, compare_widths, feed, first_divergence
 from .prompts import Prompt, prompts_hash, usable
 from .provenance import provenance
+from .sampling import MAX_SEED
 from .session import Generation, Scripted, Session
 
 IDENTICAL, NEAR_TIE, BUG = "identical", "near-tie", "BUG"
@@ -288,7 +289,7 @@ class _Verification:
     def _write(
         self, session: Session, prompt: Sequence[int], n: int | None = None, **options: Any
     ) -> Generation:
-        options = {"temperature": 0, **options}
+        options = {"temperature": 0, "repeat_penalty": 1, **options}  # whatever the file says
         text = session.generate(prompt, max_tokens=n or self._report.n, ignore_eos=True, **options)
         text.read()
         return text
@@ -407,7 +408,7 @@ def _sampling(seed: int) -> dict[str, Any]:
         "top_k": TOP_K,
         "top_p": 1.0,
         "min_p": 0.0,
-        "seed": seed % 2**32,
+        "seed": seed % MAX_SEED,
     }
 
 

@@ -33,10 +33,11 @@ class Vocab:
         self.piece: Callable[[int], bytes] = functools.cache(
             functools.partial(_piece, weights, address(weights.model))
         )
-        self.n_tokens: int = self._lib.llama_vocab_n_tokens(self._vocab)
+        self.n_tokens: int = self._lib.llama_vocab_n_tokens(self.pointer)
 
     @property
-    def _vocab(self) -> Any:
+    def pointer(self) -> Any:
+        """llama.cpp's vocabulary. Raises SessionError once the weights are closed."""
         return self._lib.llama_model_get_vocab(_model_of(self._weights))
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -48,7 +49,7 @@ class Vocab:
         data = text.encode("utf-8", "surrogatepass")
         n_max = len(data) + 8
         ids = (ctypes.c_int32 * n_max)()
-        n = self._lib.llama_tokenize(self._vocab, data, len(data), ids, n_max, add_special, True)
+        n = self._lib.llama_tokenize(self.pointer, data, len(data), ids, n_max, add_special, True)
         if n < 0:
             raise PromptError(f"the text of {len(data)} bytes does not tokenize (code {n})")
         return list(ids[:n])
@@ -75,8 +76,8 @@ class Vocab:
         try:
             formatter = Jinja2ChatFormatter(
                 template.decode(),
-                eos_token=self._spelling(self._lib.llama_vocab_eos(self._vocab)),
-                bos_token=self._spelling(self._lib.llama_vocab_bos(self._vocab)),
+                eos_token=self._spelling(self._lib.llama_vocab_eos(self.pointer)),
+                bos_token=self._spelling(self._lib.llama_vocab_bos(self.pointer)),
             )
             return str(formatter(messages=[dict(m) for m in messages]).prompt)
         except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
@@ -85,7 +86,7 @@ class Vocab:
     def _spelling(self, token: int) -> str:
         if token < 0:
             return ""
-        text = self._lib.llama_vocab_get_text(self._vocab, token)
+        text = self._lib.llama_vocab_get_text(self.pointer, token)
         return str(text.decode("utf-8", "replace")) if text else ""
 
 

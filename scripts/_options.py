@@ -6,6 +6,7 @@ The names are llama.cpp's, with its short forms, so that its users need not lear
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -20,6 +21,7 @@ from llama_sidecar.runtime.drafter_choice import OTHERS
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
+from llama_sidecar.runtime.sampling import MAX_SEED, WHOLE
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS
 
@@ -34,7 +36,19 @@ SPEC_TYPES = [
     *(name for ours, (llama_name, _) in OTHERS.items() for name in (ours, llama_name)),
 ]
 
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
+
+class GroupedCommand(click.Command):
+    """A command whose help has the options of a model and those of sampling in sections of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                sections.setdefault(_GROUPS.get(str(param.name), "Options"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic for the type checker alone in older releases
@@ -60,6 +74,26 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic for the ty
             most = "" if self._most is None else f" and at most {self._most}"
             self.fail(f"{word} {self._what}: at least {self._least}{most}", param, ctx)
         return int(word)
+
+
+class LogitBias(click.ParamType):  # type: ignore[type-arg]
+    """A token id and what is added to its logit, as llama.cpp spells them.
+
+    >>> LogitBias().convert("15043-1.5", None, None)
+    (15043, -1.5)
+    """
+
+    name = "ID(+/-)X"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, float]:
+        found = re.fullmatch(r"(\d+)([+-](?:inf|\d+(?:\.\d*)?|\.\d+))", str(value))
+        if not found:
+            self.fail(
+                f"{value!r} is not a token id and a bias, such as 15043+1, 15043-1.5 or 15043-inf", param, ctx
+            )
+        return int(found[1]), float(found[2])
 
 
 _LOAD_OPTIONS = (
@@ -166,7 +200,7 @@ _LOAD_OPTIONS = (
     click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log."),
 )
 
-_SAMPLING_OPTIONS = (
+_CHOICE_OPTIONS = (
     click.option(
         "--temp",
         "temperature",
@@ -174,6 +208,15 @@ _SAMPLING_OPTIONS = (
         metavar="T",
         help="Temperature; 0 is greedy.  [default: the file's own, else 0]",
     ),
+    click.option(
+        "-s", "--seed", type=click.IntRange(0, MAX_SEED), metavar="N", help="Seed.  [default: a fresh one]"
+    ),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End the text before this string; may be repeated."
+    ),
+)
+
+_SHAPING_OPTIONS = (
     click.option(
         "--top-k",
         type=click.IntRange(0),
@@ -193,12 +236,112 @@ _SAMPLING_OPTIONS = (
         help="... of at least P times the likeliest's.  [default: the file's own, else 0.05]",
     ),
     click.option(
-        "-s", "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Seed.  [default: a fresh one]"
+        "--typical",
+        "--typical-p",
+        "typical_p",
+        type=click.FloatRange(0, 1),
+        metavar="P",
+        help="... as surprising as is to be expected, of total probability P.  [default: 1, off]",
     ),
     click.option(
-        "--stop", multiple=True, metavar="TEXT", help="End the text before this string; may be repeated."
+        "--repeat-last-n",
+        type=click.IntRange(WHOLE),
+        metavar="N",
+        help="Tokens that the penalties look at; -1: the whole context.  [default: the file's own, else 64]",
+    ),
+    click.option(
+        "--repeat-penalty",
+        type=float,
+        metavar="X",
+        help="Divide the logits of tokens that occur there.  [default: the file's own, else 1, off]",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="Take X from their logits each time they occur.  [default: 0]",
+    ),
+    click.option(
+        "--presence-penalty", type=float, metavar="X", help="Take X from their logits once.  [default: 0]"
+    ),
+    click.option(
+        "--dry-multiplier",
+        type=click.FloatRange(0),
+        metavar="X",
+        help="Penalise going on with what was said before (DRY).  [default: 0, off]",
+    ),
+    click.option(
+        "--dry-base",
+        type=click.FloatRange(1),
+        metavar="X",
+        help="... by multiplier * X ^ (length - allowed length).  [default: 1.75]",
+    ),
+    click.option(
+        "--dry-allowed-length",
+        type=click.IntRange(1),
+        metavar="N",
+        help="... beyond N tokens.  [default: 2]",
+    ),
+    click.option(
+        "--dry-penalty-last-n",
+        type=click.IntRange(WHOLE),
+        metavar="N",
+        help="... within the last N tokens; -1: the whole context.  [default: -1]",
+    ),
+    click.option(
+        "--dry-sequence-breaker",
+        "dry_sequence_breakers",
+        multiple=True,
+        metavar="TEXT",
+        help='... but not across TEXT; may be repeated; none: across all.  [default: line end : " *]',
+    ),
+    click.option(
+        "-l",
+        "--logit-bias",
+        multiple=True,
+        type=LogitBias(),
+        metavar="ID(+/-)X",
+        help="Add X to a token's logit; -inf bans it; may be repeated.",
+    ),
+    click.option("--grammar", metavar="GBNF", help="Write a sentence of this grammar."),
+    click.option(
+        "--grammar-file", type=click.Path(path_type=Path), metavar="FILE", help="... of the one in FILE."
+    ),
+    click.option(
+        "-j", "--json-schema", metavar="SCHEMA", help="Write JSON of this schema; {} is any JSON object."
+    ),
+    click.option(
+        "-jf",
+        "--json-schema-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="... of the one in FILE.",
     ),
 )
+
+
+def _declared(options: Sequence[Callable[[Command], Command]]) -> list[click.Parameter]:
+    """The parameters that these decorators add."""
+
+    def nothing() -> None: ...
+
+    return click.command()(_add(nothing, options)).params
+
+
+def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_GROUPS = {
+    str(param.name): title
+    for title, options in (
+        ("Sampling", (*_CHOICE_OPTIONS, *_SHAPING_OPTIONS)),
+        ("Model", _LOAD_OPTIONS),
+    )
+    for param in _declared(options)
+}
 
 
 def load_options(function: Command) -> Command:
@@ -230,7 +373,7 @@ def length_option(n: int) -> Callable[[Command], Command]:
 def seed_option(help: str) -> Callable[[Command], Command]:
     """Adds --seed, 0 by default, so that what is measured can be measured again."""
     return click.option(
-        "-s", "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help=help
+        "-s", "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help=help
     )
 
 
@@ -263,14 +406,40 @@ def text_options(n: int) -> Callable[[Command], Command]:
     return lambda function: _add(function, options)
 
 
+def shaping_options(function: Command) -> Command:
+    """Adds what makes some tokens likelier than the model does; the command is called with it as `shaping`."""
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        names = [param.name for param in _declared(_SHAPING_OPTIONS)]
+        function(shaping=_shaping({name: values.pop(name) for name in names}), **values)
+
+    return _add(command, _SHAPING_OPTIONS)
+
+
 def sampling_options(function: Command) -> Command:
     """Adds the options of sampling and stopping; the command is called with them as `sampling`."""
 
     @functools.wraps(function)
-    def command(**values: Any) -> None:
-        function(sampling={name: values.pop(name) for name in _SAMPLING_NAMES}, **values)
+    def command(shaping: dict[str, Any], **values: Any) -> None:
+        names = [param.name for param in _declared(_CHOICE_OPTIONS)]
+        function(sampling={name: values.pop(name) for name in names} | shaping, **values)
 
-    return _add(command, _SAMPLING_OPTIONS)
+    return _add(shaping_options(command), _CHOICE_OPTIONS)
+
+
+def _shaping(values: dict[str, Any]) -> dict[str, Any]:
+    """The options as `Sampling` takes them: files read, repeated options gathered."""
+    for name in ("grammar", "json_schema"):
+        file = values.pop(f"{name}_file")
+        if file is not None and values[name] is not None:
+            raise click.UsageError(f"two of --{name.replace('_', '-')}: the option and the file")
+        if file is not None:
+            values[name] = _read_text(file)
+    biases, breakers = values["logit_bias"], values["dry_sequence_breakers"]
+    values["logit_bias"] = dict(biases) or None
+    values["dry_sequence_breakers"] = [text for text in breakers if text != "none"] if breakers else None
+    return values
 
 
 def read_prompt(text: str | None, file: Path | None) -> str:
@@ -284,6 +453,10 @@ def read_prompt(text: str | None, file: Path | None) -> str:
         return text
     if text is None and file is None and sys.stdin.isatty():
         raise click.UsageError("there is no text to complete: give -p TEXT, -f FILE or a pipe")
+    return _read_text(file)
+
+
+def _read_text(file: Path | None) -> str:
     try:
         data = file.read_bytes() if file else sys.stdin.buffer.read()
         return data.decode("utf-8")
@@ -291,12 +464,6 @@ def read_prompt(text: str | None, file: Path | None) -> str:
         raise PromptError(f"{file or 'stdin'}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"{file or 'stdin'}: not UTF-8 text (byte {error.start})") from error
-
-
-def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _open(main: Path, options: dict[str, Any]) -> Model:

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,14 +15,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 
-from ._options import Loader, budget_option, load_options, seed_option, text_options
+from ._options import (
+    GroupedCommand,
+    Loader,
+    budget_option,
+    load_options,
+    seed_option,
+    shaping_options,
+    text_options,
+)
 from ._report import summary
 from ._show import note
 
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))}
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option(
     "--prompts",
     "sources",
@@ -43,6 +52,7 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts
     "acceptance; the text is meaningless.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@shaping_options
 @load_options
 def command(
     open_model: Loader,
@@ -53,6 +63,7 @@ def command(
     budget: float,
     synthetic_length: float | None,
     as_json: bool,
+    shaping: dict[str, Any],
 ) -> None:
     """Measure what speculation gains with the model MAIN on this machine, on your prompts.
 
@@ -84,6 +95,7 @@ def command(
             n=n,
             temperature=temperature,
             seed=seed,
+            shaping=shaping,
             budget_s=budget,
             synthetic_length=synthetic_length,
             progress=lambda done, total: bar.update(

@@ -15,7 +15,7 @@ from llama_sidecar.runtime import Model, PromptError, Session
 from llama_sidecar.runtime.conversation import Conversation
 from llama_sidecar.sidecars.errors import printable
 
-from ._options import Loader, load_options, read_prompt, sampling_options
+from ._options import GroupedCommand, Loader, load_options, read_prompt, sampling_options
 from ._show import generation_json, stats_line, stream
 
 HELP = (
@@ -23,7 +23,7 @@ HELP = (
 )
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option(
     "-m", "--message", metavar="TEXT", help="Ask this, print the answer and leave; - reads it from stdin."
 )

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from ._options import Loader, load_options, read_prompt, sampling_options
+from ._options import GroupedCommand, Loader, load_options, read_prompt, sampling_options
 from ._show import generation_json, stats_line, stream
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("-p", "--prompt", metavar="TEXT", help="The text to complete; - reads it from stdin.")
 @click.option("-f", "--file", type=click.Path(path_type=Path), help="A file with the text to complete.")
 @click.option(

@@ -11,32 +11,22 @@ namespace sidecar {
 namespace {
 
 struct Greedy : Chooser {
-    llama_token choose(const Target & target, int32_t i, llama_token) override {
-        return argmax(target.logits(i), target.n_vocab());
-    }
-};
-
-struct Chain : Chooser {
-    llama_sampler * chain;
-    explicit Chain(llama_sampler * c) : chain(c) {}
-    llama_token choose(const Target & target, int32_t i, llama_token) override {
-        return api().sampler_sample(chain, target.context(), i);
-    }
+    llama_token choose(const float * logits, int32_t n_vocab, llama_token) override { return argmax(logits, n_vocab); }
 };
 
 struct Coin : Chooser {
     std::mt19937_64 random;
     std::bernoulli_distribution heads;
     Coin(double p, uint64_t seed) : random(seed), heads(p) {}
-    llama_token choose(const Target & target, int32_t i, llama_token drafted) override {
-        const llama_token own = argmax(target.logits(i), target.n_vocab());  // the same work as a real choice
+    llama_token choose(const float * logits, int32_t n_vocab, llama_token drafted) override {
+        const llama_token own = argmax(logits, n_vocab);  // the same work as a real choice
         if (drafted < 0) {
             return own;
         }
         if (heads(random)) {
             return drafted;
         }
-        return own != drafted ? own : (own + 1) % target.n_vocab();
+        return own != drafted ? own : (own + 1) % n_vocab;
     }
 };
 
@@ -46,7 +36,7 @@ struct Forced : Chooser {
     explicit Forced(std::vector<llama_token> t) : tokens(std::move(t)) {
         if (tokens.empty()) throw std::invalid_argument("forced_chooser needs a token");
     }
-    llama_token choose(const Target &, int32_t, llama_token) override {
+    llama_token choose(const float *, int32_t, llama_token) override {
         return tokens[std::min(next++, tokens.size() - 1)];
     }
 };
@@ -54,7 +44,6 @@ struct Forced : Chooser {
 }  // namespace
 
 std::unique_ptr<Chooser> greedy_chooser() { return std::make_unique<Greedy>(); }
-std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain) { return std::make_unique<Chain>(chain); }
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed) { return std::make_unique<Coin>(p_accept, seed); }
 std::unique_ptr<Chooser> forced_chooser(std::vector<llama_token> tokens) { return std::make_unique<Forced>(std::move(tokens)); }
 
@@ -95,13 +84,14 @@ int32_t argmax(const float * values, int32_t n) {
 int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
                std::vector<llama_token> & out) {
     const int32_t n_drafts = int32_t(drafts.size());
+    const int32_t n_vocab = target.n_vocab();
     for (int32_t i = 0; i < n_drafts; ++i) {
-        const llama_token chosen = chooser.choose(target, i, drafts[i]);
+        const llama_token chosen = chooser.choose(target.logits(i), n_vocab, drafts[i]);
         out.push_back(chosen);
         if (chosen != drafts[i]) return i;
         if (!ignore_eog && api().vocab_is_eog(target.vocab(), chosen)) return i + 1;
     }
-    out.push_back(chooser.choose(target, n_drafts, -1));
+    out.push_back(chooser.choose(target.logits(n_drafts), n_vocab, -1));
     return n_drafts;
 }
 

@@ -2,7 +2,8 @@
 //
 // Sample-and-match, as llama.cpp does it: at each row the target's own choice is taken by the full sampler, and the
 // draft stands while it is the same. So every emitted token is the target's own, at any temperature, and one emitted
-// token takes one draw of the sampler: a seeded speculative run is the seeded plain run.
+// token takes the draws of one plain step: a seeded speculative run is the seeded plain run. What chooses by temperature, penalties
+// and grammars is in sampling.h.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +20,12 @@ namespace sidecar {
 class Chooser {
   public:
     virtual ~Chooser() = default;
-    // The token for row i of the target's last decode. `drafted` is the draft there, or -1: only a coin looks at it.
-    virtual llama_token choose(const Target & target, int32_t i, llama_token drafted) = 0;
+    // The token for a row of the target's logits (n_vocab,). `drafted` is the draft there, or -1. What it returns is emitted.
+    virtual llama_token choose(const float * logits, int32_t n_vocab, llama_token drafted) = 0;
 };
 
 // The first token of the largest logit, as llama.cpp's greedy sampler chooses.
 std::unique_ptr<Chooser> greedy_chooser();
-// llama.cpp's sampler chain (temperature, top-k, top-p, min-p, seed). Not owned: must outlive the chooser.
-std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain);
 // For benchmarks: the draft stands with probability p_accept, whatever the target says. The text is meaningless.
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed);
 // For measuring: chooses these tokens one after another, whatever the logits are, and the last of them for ever.

@@ -1,6 +1,7 @@
 // nanobind, and nothing else: Python's view of the native loop. Imports alone; bind() comes later.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -12,6 +13,7 @@
 #include "generation.h"
 #include "log.h"
 #include "pace_bindings.h"
+#include "sampling.h"
 #include "session.h"
 #include "smallbatch/bindings.h"
 #include "turns.h"
@@ -97,12 +99,28 @@ NB_MODULE(_native, m) {
         },
         "values"_a);
 
-    nb::class_<Chooser>(m, "Chooser");
+    nb::class_<Chooser>(m, "Chooser")
+        .def(
+            "choose",
+            [](Chooser & self, const std::vector<float> & logits, llama_token drafted) {
+                if (logits.empty()) throw std::invalid_argument("a choice from no logits");
+                return self.choose(logits.data(), int32_t(logits.size()), drafted);
+            },
+            "logits"_a, "drafted"_a = -1, "For tests: the token for a row of logits.");
     m.def("greedy_chooser", &greedy_chooser);
     m.def(
         "chain_chooser",
-        [](uintptr_t chain) { return chain_chooser(reinterpret_cast<llama_sampler *>(chain)); }, "chain"_a,
-        "Chooses by a llama_sampler chain, which must outlive the result.");
+        [](uintptr_t chain, uintptr_t grammar) {
+            return chain_chooser(reinterpret_cast<llama_sampler *>(chain), reinterpret_cast<llama_sampler *>(grammar));
+        },
+        "chain"_a, "grammar"_a = 0, "Chooses by a llama_sampler chain, and a grammar's sampler if given; both must outlive the result.");
+    nb::class_<TokenLogprobs>(m, "TokenLogprobs")
+        .def_ro("token", &TokenLogprobs::token)
+        .def_ro("logprob", &TokenLogprobs::logprob)
+        .def_ro("top", &TokenLogprobs::top);
+    nb::class_<LogprobsChooser, Chooser>(m, "LogprobsChooser", "Chooses as `inner` does, and remembers how likely that was.")
+        .def(nb::init<Chooser &, int32_t>(), nb::keep_alive<1, 2>(), "inner"_a, "n_top"_a)
+        .def_prop_ro("found", &LogprobsChooser::found);
     m.def("coin_chooser", &coin_chooser, "p_accept"_a, "seed"_a);
     m.def("forced_chooser", &forced_chooser, "tokens"_a, "Chooses these tokens, whatever the logits are.");
 

@@ -94,8 +94,8 @@ void bind(void * handle) {
     find(found.vocab_mask, {"llama_vocab_mask"});
     find(found.vocab_is_eog, {"llama_vocab_is_eog"});
     find(found.token_to_piece, {"llama_token_to_piece"});
-    find(found.sampler_sample, {"llama_sampler_sample"});
-    find(found.sampler_reset, {"llama_sampler_reset"});
+    find(found.sampler_apply, {"llama_sampler_apply"});
+    find(found.sampler_accept, {"llama_sampler_accept"});
     find.optional(found.tensor_map, {"llama_internal_get_tensor_map", "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model",
                                      "_Z29llama_internal_get_tensor_mapPK11llama_model"});
     find.optional(found.tensor_n_bytes, {"ggml_nbytes"});

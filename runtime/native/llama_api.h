@@ -44,6 +44,19 @@ struct llama_embd {
     size_t n_embd;
 };
 
+// A candidate, and a row of them: samplers reorder `data`, lower `size`, and set `selected` where they choose.
+struct llama_token_data {
+    llama_token id;
+    float logit;
+    float p;
+};
+struct llama_token_data_array {
+    llama_token_data * data;
+    size_t size;
+    int64_t selected;
+    bool sorted;
+};
+
 namespace sidecar {
 
 // Anything wrong with the library: a symbol it lacks, a call it refused. Becomes LibraryError in Python.
@@ -114,9 +127,9 @@ struct LlamaApi {
     // writes at most n_bytes; returns how many, or minus how many it takes
     int32_t (*token_to_piece)(const llama_vocab *, llama_token, char * bytes, int32_t n_bytes, int32_t lstrip, bool special);
 
-    // samplers; sample() also accepts the token into the chain's own state
-    llama_token (*sampler_sample)(llama_sampler *, llama_context *, int32_t index);
-    void (*sampler_reset)(llama_sampler *);
+    // samplers: apply() changes a row of candidates, accept() tells of a token that was chosen
+    void (*sampler_apply)(llama_sampler *, llama_token_data_array *);
+    void (*sampler_accept)(llama_sampler *, llama_token);
 
     // weights, by name; null where the library does not show them
     const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);

@@ -47,7 +47,7 @@ void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
 }
 
 llama_token Session::first(Chooser & chooser) {
-    last_ = chooser.choose(*target_, int32_t(block_.size()) - 1, -1);
+    last_ = chooser.choose(target_->logits(int32_t(block_.size()) - 1), target_->n_vocab(), -1);
     return last_;
 }
 
