@@ -21,7 +21,7 @@ from llama_sidecar.sidecars import check_draft_model, open_main
 from llama_sidecar.sidecars.errors import PairMismatch, UnknownKind
 
 PROMPT = list(b"hello world, this is where it starts")
-N = 40
+N = 32  # at token 38 two logits of T are so near that the number of rows decides
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
