@@ -69,7 +69,7 @@ class FileReport:
 class TensorReport:
     """What becomes of tensors of the checkpoint: `name` is GGUF's, `files` gives the type in each file that has it.
 
-    `how` is "renamed", or what else is done: computed, stacked, split, reordered, transposed, transformed, reshaped.
+    `how` is "renamed", or what else is done: computed, stacked, joined, split, reordered, transposed, transformed, reshaped.
     """
 
     name: str
@@ -349,8 +349,13 @@ def _free_bytes(folder: Path) -> int:
 def _tensor_reports(layout: Layout, tensors: Mapping[str, Tensor], planned: Plan) -> Iterator[TensorReport]:
     uses = Counter(s.name for p in (*layout.shared, *layout.trunk, *layout.head) for s in p.sources)
     types = {role: {t.name: t.type.name for t in file.tensors} for role, file in planned.files.items()}
-    for placement in (*layout.shared, *layout.trunk, *layout.head):
-        files = {role: of[placement.name] for role, of in types.items() if placement.name in of}
+    placed = [
+        *((p, ("main", "sidecar")) for p in layout.shared),
+        *((p, ("main",)) for p in layout.trunk),
+        *((p, ("sidecar",)) for p in layout.head),
+    ]
+    for placement, roles in placed:
+        files = {role: types[role][placement.name] for role in roles if role in types}
         if files:
             found = [tensors[source.name] for source in placement.sources]
             yield TensorReport(
@@ -370,7 +375,8 @@ def _how(placement: Placement, uses: Mapping[str, int]) -> str:
     is_split = any(uses[source.name] > 1 for source in placement.sources)
     transform = getattr(placement.transform, "func", placement.transform)
     done = {
-        "stacked": len(placement.sources) > 1,
+        "stacked": len(placement.sources) > 1 and not placement.beside,
+        "joined": placement.beside,
         "split": is_split,
         "reordered": placement.rows is not None and not is_split,
         "transposed": placement.transposed,

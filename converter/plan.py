@@ -20,7 +20,7 @@ from llama_sidecar.converter.errors import TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import Family, Layout, Placement
 from llama_sidecar.converter.imatrix import Imatrix
 from llama_sidecar.converter.quantize import encode, row_bytes, uses_importance
-from llama_sidecar.converter.shards import Tensor
+from llama_sidecar.converter.shards import INTEGERS, Tensor
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -69,9 +69,9 @@ class Planned:
         except FloatingPointError as error:
             source = next((tensor.name for tensor, _, _ in self._pieces(start, stop)), self.name)
             advice = "ask for BF16 or F32" if self.type == GGMLType.F16 else "the checkpoint is damaged"
-            raise UnsupportedModel(
-                f"{source} has values beyond the range of {self.type.name}: {advice}"
-            ) from error
+            below = self.placement.below
+            allowed = f"the range of {self.type.name}" if below is None else f"0 to {below - 1}"
+            raise UnsupportedModel(f"{source} has values beyond {allowed}: {advice}") from error
 
     def _encoded(self, start: int, stop: int) -> U8:
         place = self.placement
@@ -79,6 +79,8 @@ class Planned:
         if as_stored and place.transform is None and not place.transposed:
             return _gathered(self._pieces(start, stop), lambda tensor, a, b: tensor.blocks(a, b))
         rows = self._values(start, stop)
+        if place.below is not None and not (rows.min() >= 0 and rows.max() < place.below):
+            raise FloatingPointError(f"integers beyond 0 to {place.below - 1}")
         if place.transform:
             rows = place.transform(rows)
         return self._bytes(np.ascontiguousarray(rows), start)
@@ -140,6 +142,32 @@ def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+@dataclass(frozen=True)
+class _Beside(Tensor):
+    """Matrices of as many rows each as one, whose rows are theirs side by side."""
+
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, placement: Placement, parts: list[Tensor]) -> _Beside:
+        dtypes = sorted({part.dtype for part in parts})
+        name = " and ".join(part.name for part in parts)
+        return cls(name, " and ".join(dtypes), placement.shape, parts[0].file, tuple(parts))
+
+    def raw_rows(self, start: int, stop: int) -> U8:
+        return np.concatenate([part.raw_rows(start, stop) for part in self.parts], axis=1)
+
+    def rows(self, start: int, stop: int) -> F32:
+        return np.concatenate([part.rows(start, stop) for part in self.parts], axis=1)
+
+    def blocks(self, start: int, stop: int) -> U8:
+        return np.concatenate([part.blocks(start, stop) for part in self.parts], axis=1)
+
+    def check_type(self) -> None:
+        for part in self.parts:
+            part.check_type()
+
+
 def canonical_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """The tensors that have to go somewhere, by the family's canonical names. Raises TensorMismatch for a clash."""
     found: dict[str, Tensor] = {}
@@ -194,8 +222,12 @@ def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
     """Raises TensorMismatch with all names at once, and UnsupportedModel for a tensor whose values cannot be read."""
     if found := mismatch(layout, tensors):
         raise TensorMismatch(str(found))
-    for tensor in tensors.values():
-        tensor.check_type()
+    of_integers = {s.name for p in (*layout.shared, *layout.trunk) if p.below is not None for s in p.sources}
+    for name, tensor in tensors.items():
+        if name not in of_integers:
+            tensor.check_type()
+        elif tensor.dtype not in INTEGERS:
+            raise UnsupportedModel(f"{tensor.name} in {tensor.file} is {tensor.dtype}; expected integers")
 
 
 def plan(
@@ -209,7 +241,15 @@ def plan(
     def importance(p: Placement) -> F32 | None:
         return imatrix.of(p.name, p.shape) if imatrix and uses_importance(types[p.name]) else None
 
-    return [Planned(p, types[p.name], tuple(_ranges(p, tensors)), importance(p)) for p in placements]
+    return [
+        Planned(
+            p,
+            types[p.name] if p.below is None else GGMLType.I32,
+            tuple(_ranges(p, tensors)),
+            importance(p),
+        )
+        for p in placements
+    ]
 
 
 def values(placement: Placement, tensors: Mapping[str, Tensor]) -> F32:
@@ -220,6 +260,9 @@ def values(placement: Placement, tensors: Mapping[str, Tensor]) -> F32:
 
 def _ranges(placement: Placement, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, int, int]]:
     sources = [tensors[source.name] for source in placement.sources]
+    if placement.beside:
+        yield _Beside.of(placement, sources), 0, sources[0].n_rows
+        return
     if placement.rows is None:
         yield from ((tensor, 0, tensor.n_rows) for tensor in sources)
         return

@@ -1,7 +1,7 @@
 """Rows of float32 as the bytes of a type.
 
-Block types are computed by libggml itself, from the library that llama-cpp-python installs; F32, F16 and BF16 need no
-library. Knows neither tensors nor files.
+Block types are computed by libggml itself, from the library that llama-cpp-python installs; F32, F16, BF16 and I32, of whole
+numbers below 2**24, need no library. Knows neither tensors nor files.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def encode(rows: F32, kind: GGMLType, importance: F32 | None = None) -> U8:
     """
     if kind == GGMLType.F32:
         return rows.view(np.uint8)
+    if kind == GGMLType.I32:
+        return rows.astype("<i4").view(np.uint8)
     if kind == GGMLType.F16:
         return rows.astype("<f2").view(np.uint8)
     if kind == GGMLType.BF16:

@@ -60,6 +60,7 @@ COMPACT_SOURCE = "sidecar.compact.source"
 ALWAYS_F32 = (
     "_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".ssm_conv1d.weight", ".indexer.proj.weight",
     ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight",
+    "_hc_fn.weight", ".hc_attn_fn.weight", ".hc_ffn_fn.weight", "_compressor_ape.weight", ".ffn_gate_tid2eid.weight",
 )  # fmt: skip
 
 TOKEN_EMBD = "token_embd.weight"

@@ -39,6 +39,11 @@ def has_head(arch: str, variant: str) -> bool:
     return bool(families()[arch].layout(Config(config), optional).head)
 
 
+# How the names of tensors end that published checkpoints have in F32.
+KEPT_F32 = (
+    "A_log", "linear_attn.norm.weight",
+    "_fn", "_base", "hc_attn_scale", "hc_ffn_scale", "hc_head_scale", ".ape", ".attn_sink", "ffn.gate.bias",
+)  # fmt: skip
 WITH_HEAD = [variant for variant in VARIANTS if has_head(*variant)]
 LOGITS_PROMPT, DRAFT_TOKEN = list(range(20, 28)), 40
 END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
@@ -68,10 +73,16 @@ def random_values(name: str, shape: tuple[int, ...], scale: float = 0.5) -> npt.
     ) * np.float32(scale)
 
 
+def different_integers(name: str, shape: tuple[int, int], below: int) -> npt.NDArray[np.int64]:
+    """Rows of integers below a number, no two in a row the same."""
+    start = np.random.PCG64(zlib.crc32(name.encode())).random_raw(shape[0]) % np.uint64(below)
+    return (start.astype(np.int64)[:, None] + np.arange(shape[1])) % below
+
+
 def tiny_tensors(
     arch: str, variant: str, dtype: str = "BF16", config: Mapping[str, Any] | None = None
 ) -> dict[str, Array]:
-    """The variant's tensors under the names that its class gives them; A_log and the delta norm stay F32 as published."""
+    """The variant's tensors under the names that its class gives them; those of `KEPT_F32` stay F32, and tables of numbers I64."""
     family = families()[arch]
     root, optional = family.TINY[variant]
     config = Config(config or root)
@@ -79,10 +90,15 @@ def tiny_tensors(
     prefix = family.PREFIX
     if config.architecture.endswith("ForConditionalGeneration"):
         prefix += "language_model."
-    tensors = {}
-    for source in _sources(layout.shared + layout.trunk + layout.head):
+    tensors: dict[str, Array] = {}
+    placements = layout.shared + layout.trunk + layout.head
+    below = {source.name: p.below for p in placements for source in p.sources if p.below}
+    for source in _sources(placements):
         name = source.name if source.name.startswith(("lm_head.", "mtp.", prefix)) else prefix + source.name
-        kept = source.name.endswith(("A_log", "linear_attn.norm.weight"))
+        if source.name in below:
+            tensors[name] = different_integers(source.name, source.shape, below[source.name])
+            continue
+        kept = source.name.endswith(KEPT_F32)
         tensors[name] = random_values(source.name, source.shape).astype(DTYPES["F32" if kept else dtype])
     if "language_model" in prefix:
         tensors["model.visual.merger.norm.weight"] = random_values("visual", (8,)).astype(DTYPES[dtype])

@@ -6,6 +6,7 @@ stands what it is worth, worked out with other means than the converter's.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -248,6 +249,48 @@ def quantize_trunk(tensors: Mapping[str, Array], method: Method, n_layers: int) 
         else:
             stored[name] = plain[name] = tensor
     return stored, plain
+
+
+def fp8_powers(name: str, shape: tuple[int, int]) -> tuple[Parts, Array]:
+    """DeepSeek-V4's matrices: FP8 in blocks of 128 that share a power of two."""
+    exponents = (bits(f"{name} s", (-(-shape[0] // 128), -(-shape[1] // 128)), 2) + 116).astype(np.uint8)
+    codes, factors = fp8_codes(name, shape), 2.0 ** (exponents.astype(np.float32) - 127)
+    stored = {name: codes, f"{name.removesuffix('.weight')}.scale": exponents.view(ml_dtypes.float8_e8m0fnu)}
+    return stored, times_blocks(codes, factors, 128, 128)
+
+
+def fp4_powers(name: str, shape: tuple[int, int]) -> tuple[Parts, Array]:
+    """DeepSeek-V4's experts: MXFP4, called int8."""
+    parts, values = mxfp4(name, shape)
+    scale = parts[f"{name}_scale"].view(ml_dtypes.float8_e8m0fnu)
+    return {
+        name: parts[f"{name}_packed"].view(np.int8),
+        f"{name.removesuffix('.weight')}.scale": scale,
+    }, values
+
+
+# Families that are published quantised throughout, which is all that llama.cpp's converter reads of them.
+_FP8 = re.compile(
+    r"attn\.(w[qo]_[ab]|wkv|indexer\.wq_b)\.weight$|shared_experts\.w[123]\.weight$|\.[eh]_proj\.weight$|\.main_proj\.weight$"
+)
+PUBLISHED: Mapping[str, dict[re.Pattern[str], Method]] = {
+    "deepseek4": {re.compile(r"\.experts\.\d+\.w[123]\.weight$"): fp4_powers, _FP8: fp8_powers}
+}
+
+
+def make_published(parent: Path, arch: str, variant: str) -> tuple[Path, Path]:
+    """A variant's folder as its family is published, and one with the same values in F32."""
+    stored: Parts = {}
+    plain: Parts = {}
+    for name, tensor in tiny_tensors(arch, variant).items():
+        method = next((method for names, method in PUBLISHED[arch].items() if names.search(name)), None)
+        parts, values = method(name, tensor.shape) if method else ({name: tensor}, tensor)
+        stored |= parts
+        plain[name] = values
+    config = tiny_config(arch, variant)
+    said = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+    published = make_checkpoint(parent / "published", arch, variant, tensors=stored, config=config | said)
+    return published, make_checkpoint(parent / "values", arch, variant, tensors=plain, config=config)
 
 
 # Rows of whole blocks in every matrix, also of ggml's NVFP4.

@@ -135,6 +135,66 @@ def test_a_vocabulary_without_a_token_that_the_family_gives_a_role(tmp_path: Pat
         convert(folder, tmp_path / "out")
 
 
+TABLE = "layers.0.ffn.gate.tid2eid"
+
+
+@pytest.mark.parametrize(
+    ("table", "match"),
+    [
+        (np.full((320, 3), 8), rf"{TABLE} has values beyond 0 to 7: the checkpoint is damaged"),
+        (np.full((320, 3), -1), rf"{TABLE} has values beyond 0 to 7"),
+        (np.zeros((320, 3), np.float32), rf"{TABLE} in model\.safetensors is F32; expected integers"),
+    ],
+)
+def test_experts_that_a_token_cannot_have(table: np.ndarray, match: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors("deepseek4", "plain") | {TABLE: table}
+    folder = make_checkpoint(tmp_path, "deepseek4", "plain", tensors=tensors)
+    with pytest.raises(UnsupportedModel, match=match):
+        convert(folder, tmp_path / "out", "F32")
+    assert not list((tmp_path / "out").glob("*.gguf"))
+
+
+def test_matrices_side_by_side_are_the_same_in_any_slices(tmp_path: Path) -> None:
+    """DeepSeek-V4's two projections as one: every row is a row of one and a row of the other."""
+    with open_checkpoint(make_checkpoint(tmp_path, "deepseek4", "plain")) as opened:
+        family = families()["deepseek4"]
+        placement = next(
+            p for p in family.layout(opened.config, opened.tensors).head if p.name.endswith("eh_proj.weight")
+        )
+        halves = [opened.tensors[f"mtp.0.{part}_proj.weight"].rows(0, 64) for part in "eh"]
+        for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.BF16):  # which is the stored one
+            (one,) = plan([placement], opened.tensors, {placement.name: kind})
+            sliced = np.concatenate([one.rows(a, b) for a, b in pairwise([0, 1, 17, 64])])
+            found = (
+                sliced.view(np.float32)
+                if kind == GGMLQuantizationType.F32
+                else (sliced.view("<u2").astype(np.uint32) << 16).view(np.float32)
+            )
+            np.testing.assert_array_equal(found, np.concatenate(halves, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "match"),
+    [
+        ({"scoring_func": "sigmoid"}, {}, "scoring_func = 'sigmoid' and hc_mult = 4"),
+        ({"hc_mult": 2}, {}, "runs this architecture with 'sqrtsoftplus' and 4"),
+        ({}, {"layers.1.ffn.gate.bias_vl": np.zeros(8, np.float32)}, "a bias for pictures"),
+        ({}, {"mtp.1.enorm.weight": np.zeros(64, np.float32)}, r"2 blocks \(mtp\.\*\)"),
+    ],
+)
+def test_variants_of_deepseek_v4_that_llama_cpp_does_not_run(
+    values: dict[str, object], tensors: dict[str, np.ndarray], match: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(
+        tmp_path,
+        "deepseek4",
+        tensors=tiny_tensors("deepseek4", "plain") | tensors,
+        config=tiny_config("deepseek4", "plain") | values,
+    )
+    with pytest.raises(UnsupportedModel, match=match):
+        convert(folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("arch", "variant", "values", "match"),
     [
@@ -144,6 +204,11 @@ def test_a_vocabulary_without_a_token_that_the_family_gives_a_role(tmp_path: Pat
         ("step35", "plain", {"layer_types": ["dense"]}, "expected a list of 'full_attention'"),
         ("nemotron_h_moe", "wide", {"hybrid_override_pattern": "M-*EM"}, "has no head"),
         ("glm_dsa", "shared", {"indexer_types": ["full"]}, "expected 3 times 'full' or 'shared'"),
+        ("deepseek4", "plain", {"compress_ratios": [0, 4, 8, 4, 0]}, "at least 5 times 0, 4 or 128"),
+        ("deepseek4", "plain", {"compress_ratios": [0, 4, 4, 4]}, "at least 5 times 0, 4 or 128"),
+        ("deepseek4", "plain", {"compress_ratios": [4] * 5}, "a compress_ratio of 4 for the head's block"),
+        ("deepseek4", "plain", {"num_hash_layers": 5}, "num_hash_layers = 5; expected 0 to 4"),
+        ("deepseek4", "plain", {"o_groups": 3}, "4 attention heads in o_groups = 3"),
         ("cohere2moe", "rms", {"expert_selection_fn": "top"}, "expected one of softmax, sigmoid"),
     ],
 )

@@ -57,4 +57,6 @@ def said_by_llama_cpp(path: Path, is_head: bool, n_slots: int) -> list[float]:
         llama_cpp.llama_model_free(model)
     finally:
         llama_cpp.llama_log_set(before, data)
-    return [float(size) for size in re.findall(r"(?:KV|RS) buffer size = *([\d.]+) MiB", "".join(lines))]
+    return [
+        float(size) for size in re.findall(r"(?:KV|RS|state) buffer size = *([\d.]+) MiB", "".join(lines))
+    ]

@@ -16,7 +16,13 @@ import numpy.typing as npt
 
 from llama_sidecar.converter.edit import origin
 from llama_sidecar.converter.edit.header import Keys, keys_of
-from llama_sidecar.converter.edit.layers import is_head_block, is_trunk_block, with_head, without_head
+from llama_sidecar.converter.edit.layers import (
+    HEADS_OWN,
+    is_head_block,
+    is_trunk_block,
+    with_head,
+    without_head,
+)
 from llama_sidecar.converter.edit.output import (
     EditResult,
     check_folder,
@@ -175,15 +181,19 @@ def _shown(share: float) -> str:
 
 
 def _with_vocabulary_of(trunk: MainFile, head: Sidecar) -> list[Stored]:
-    """The head's blocks, and whatever of the main file belongs to no block."""
+    """The head's blocks and what else is the head's alone, and whatever of the main file belongs to no block besides."""
     n_layers = trunk.n_layers
     shared = [
         Stored(info)
         for name, info in trunk.header.tensors.items()
-        if not is_trunk_block(name, n_layers) and not is_head_block(name, n_layers)
+        if not is_trunk_block(name, n_layers)
+        and not is_head_block(name, n_layers)
+        and not name.startswith(HEADS_OWN)
     ]
     return shared + [
-        Stored(info) for name, info in head.header.tensors.items() if is_head_block(name, n_layers)
+        Stored(info)
+        for name, info in head.header.tensors.items()
+        if is_head_block(name, n_layers) or name.startswith(HEADS_OWN)
     ]
 
 

@@ -20,6 +20,8 @@ ARRAYS_OF_THEIR_OWN = ("{arch}.rope.dimension_sections",)
 HEADS_DEFAULT = {"{arch}.attention.recurrent_layers": False}
 # A main file and its head need not agree in these: each has a context of its own, and a sidecar may be padded.
 FREE = ("{arch}.context_length", "{arch}.vocab_size")
+# Belong to no block, and a head has other values of its own there than the trunk: DeepSeek-V4's output mix.
+HEADS_OWN = ("output_hc_",)
 
 
 def is_trunk_block(name: str, n_layers: int) -> bool:

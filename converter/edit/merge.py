@@ -15,7 +15,13 @@ import numpy as np
 
 from llama_sidecar.converter.edit import origin
 from llama_sidecar.converter.edit.header import Keys, keys_of
-from llama_sidecar.converter.edit.layers import is_head_block, is_trunk_block, with_head, without_head
+from llama_sidecar.converter.edit.layers import (
+    HEADS_OWN,
+    is_head_block,
+    is_trunk_block,
+    with_head,
+    without_head,
+)
 from llama_sidecar.converter.edit.output import EditResult, check_main_name, gguf_file, relabelled, write
 from llama_sidecar.converter.edit.stored import Stored, same_bytes
 from llama_sidecar.converter.errors import CannotMerge
@@ -89,6 +95,11 @@ def _check_kinds(trunk: MainFile, head: Sidecar) -> None:
     if head.target.arch != head.arch:
         raise CannotMerge(
             f"{head.path}: this {KINDS[head.kind].title} sidecar ({head.arch}) is a model of its own, which no main file can hold; "
+            f"use it beside the main file as it is"
+        )
+    if own := [name for name in head.header.tensors if name.startswith(HEADS_OWN)]:
+        raise CannotMerge(
+            f"{head.path}: the head has {', '.join(own)} of its own, and llama.cpp reads one of each from a file; "
             f"use it beside the main file as it is"
         )
 

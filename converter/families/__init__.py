@@ -50,7 +50,8 @@ class Placement:
 
     `shape` is in torch's order (slowest first). A source's rows are all its dimensions but the last; a vector has rows
     of one value. `transposed`: each matrix of the stack (its rows as many as the tensor's columns) is written with rows
-    and columns exchanged. `values`: the tensor is computed from the configuration, and there are no sources.
+    and columns exchanged. `values`: the tensor is computed from the configuration, and there are no sources. `beside`: each of
+    `sources` is a part of every row, rather than some of the rows. `below`: it holds integers from 0 on, below this one.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Placement:
     transform: Transform | None = None
     transposed: bool = False
     values: tuple[float, ...] | None = None
+    beside: bool = False
+    below: int | None = None
 
 
 @dataclass(frozen=True)

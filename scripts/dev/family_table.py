@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import LOGITS_PROMPT, make_checkpoint  # noqa: E402
+from quantized import PUBLISHED  # noqa: E402
 
 from llama_sidecar.converter import convert  # noqa: E402
 from llama_sidecar.converter.config import Config  # noqa: E402
@@ -56,7 +57,8 @@ def _blocks(family: Family) -> str:
 
 def _files(name: str, family: Family) -> str:
     (variant, *_) = family.TINY
-    peer = json.loads((LISTINGS / f"{name}-{variant}-F32.json").read_text(encoding="utf-8"))
+    kind = "published" if name in PUBLISHED else "F32"
+    peer = json.loads((LISTINGS / f"{name}-{variant}-{kind}.json").read_text(encoding="utf-8"))
     if peer["sidecar"] or _blocks(family) == "none":
         return "as llama.cpp's"
     has_head = any("nextn" in tensor for tensor in peer["main"]["tensors"])

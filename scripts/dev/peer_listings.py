@@ -5,7 +5,8 @@
 PEER_CONVERT is a command `PEER_CONVERT CHECKPOINT OUT --pre NAME [converter's options]` that runs convert_hf_to_gguf.py
 with its pre-tokenizer table replaced by NAME (a self-made vocabulary is in no table). Each listing holds names, shapes,
 types and hashes of the tensors and all keys of both files, for one variant of one family and one type. Where the converter
-drops a family's head, its main file is made without a switch, and the sidecar's listing is null. Of the quantised checkpoints of
+drops a family's head, its main file is made without a switch, and the sidecar's listing is null. Of a family that it reads as
+published alone, quantised, each file is listed once, in the types that it gives it. Of the quantised checkpoints of
 tests/quantized.py (--only quantized-METHOD) the main file's tensors at F32 are listed, for the methods that it reads.
 """
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import VARIANTS, listing, make_checkpoint, write_tokenizer  # noqa: E402
 from draft_checkpoints import DRAFTS, FAMILYS_OWN, TARGET, make_draft, make_target  # noqa: E402
-from quantized import METHODS, make_quantized  # noqa: E402
+from quantized import METHODS, PUBLISHED, make_published, make_quantized  # noqa: E402
 
 from llama_sidecar.converter.families import families  # noqa: E402
 
@@ -53,9 +54,12 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
 
 
 def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out: Path) -> None:
-    checkpoint = make_checkpoint(folder, arch, variant)
+    is_published = arch in PUBLISHED
+    checkpoint = (
+        make_published(folder, arch, variant)[0] if is_published else make_checkpoint(folder, arch, variant)
+    )
     pre = families()[arch].VOCABULARY.pre
-    for kind in TYPES:
+    for kind in TYPES[:1] if is_published else TYPES:
         found = {}
         for role, switch in SWITCHES.items():
             target = folder / f"{role}-{kind}.gguf"
@@ -69,7 +73,7 @@ def _list_variant(peer_convert: Path, arch: str, variant: str, folder: Path, out
             if run.returncode:
                 raise click.ClickException(f"{' '.join(map(str, run.args))}:\n{run.stderr}")
             found[role] = listing(target)
-        _write(out / f"{arch}-{variant}-{kind}.json", found)
+        _write(out / f"{arch}-{variant}-{'published' if is_published else kind}.json", found)
 
 
 def _list_quantized(peer_convert: Path, method: str, folder: Path, out: Path) -> None:

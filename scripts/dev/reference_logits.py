@@ -87,6 +87,8 @@ def main(only: str | None, out: Path) -> None:
             trunk.add(name, found.logits[0, -1])
             if arch == "nemotron_h_moe":
                 head.add(name, _nemotron_logits(model, checkpoint))
+            elif arch == "deepseek4":
+                head.add(name, _deepseek4_logits(model, checkpoint))
             elif arch in BLOCKS:
                 if "text_config" not in json.loads((checkpoint / "config.json").read_text(encoding="utf-8")):
                     head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
@@ -222,6 +224,56 @@ def _nemotron_logits(model: Any, checkpoint: Path) -> torch.Tensor:
         x = layer(x, attention_mask=mask)
     x = torch.nn.functional.layer_norm(x, x.shape[-1:], head["mtp.layers.1.final_layernorm.weight"], eps=eps)
     logits: torch.Tensor = model.lm_head(x)[0, -1]
+    return logits
+
+
+def _deepseek4_logits(model: Any, checkpoint: Path) -> torch.Tensor:
+    """The logits of DeepSeek-V4's head: all streams projected beside the embedding, a block, and an output mix of its own."""
+    n_layers, n = model.config.num_hidden_layers, len(LOGITS_PROMPT)
+    weights = load_file(checkpoint / "model.safetensors")
+    head = {
+        name.removeprefix("mtp.0."): weights.pop(name).float() for name in list(weights) if "mtp." in name
+    }
+    weights |= {
+        f"layers.{n_layers}.{name}": tensor
+        for name, tensor in head.items()
+        if name.startswith(("attn", "ffn", "hc_attn", "hc_ffn"))
+    }
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = n_layers + 1
+    longer = checkpoint.with_name("longer")
+    longer.mkdir()
+    (longer / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(
+        {name: t.contiguous() for name, t in weights.items()}, longer / "model.safetensors", {"format": "pt"}
+    )
+    trunk = _load(longer).model
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * head[name]
+
+    found = {}
+    handle = model.model.layers[-1].register_forward_hook(lambda _, __, out: found.update(streams=out))
+    model.model(torch.tensor([LOGITS_PROMPT]))
+    handle.remove()
+    tokens = torch.tensor([[*LOGITS_PROMPT[1:], DRAFT_TOKEN]])
+    embedded = rms(trunk.embed_tokens(tokens), "enorm.weight") @ head["e_proj.weight"].T
+    x = embedded[:, :, None] + rms(found["streams"], "hnorm.weight") @ head["h_proj.weight"].T
+    positions = torch.arange(1, n + 1)[None]
+    rotary = {
+        kind: trunk.rotary_emb(embedded, position_ids=positions, layer_type=kind)
+        for kind in ("main", "compress")
+    }
+    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+    seen = (distance >= 0) & (distance < model.config.sliding_window)
+    mask = torch.where(seen, 0.0, float("-inf"))[None, None]
+    x = trunk.layers[n_layers](
+        x, position_embeddings=rotary, position_ids=positions, attention_mask=mask, input_ids=tokens
+    )
+    mix = trunk.hc_head
+    for part in ("fn", "base", "scale"):
+        getattr(mix, f"hc_{part}").copy_(head[f"hc_head_{part}"])
+    logits: torch.Tensor = model.lm_head(rms(mix(x), "norm.weight"))[0, -1]
     return logits
 
 
