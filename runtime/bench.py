@@ -158,9 +158,8 @@ class Report:
     seed: int
     synthetic_length: float | None
     paced: bool  # pace chose the depth, `depth` at most
-    shaping: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings of `Sampling` beside temperature and seed
+    accept: str = "match"
+    shaping: Mapping[str, Any] = field(default_factory=dict)  # of `Sampling`, beside temperature and seed
     source: dict[str, Any] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     divergence: Divergence | None = None
@@ -269,6 +268,7 @@ class Report:
             "temperature": self.temperature,
             "seed": self.seed,
             "shaping": dict(self.shaping),
+            "accept": self.accept,
             "synthetic_length": self.synthetic_length,
             "prompts": {"n": len(self.prompts), "sha256": self.prompts_sha256},
             "warnings": self.warnings,
@@ -284,6 +284,7 @@ def measure(
     temperature: float = 0.0,
     seed: int = 0,
     shaping: Mapping[str, Any] | None = None,
+    accept: str = "match",
     budget_s: float | None = None,
     synthetic_length: float | None = None,
     progress: Progress = lambda done, total: None,
@@ -297,6 +298,7 @@ def measure(
         n: tokens a text.
         temperature, seed: of both runs of a pair.
         shaping: further settings of `Sampling`, of both runs too.
+        accept: the rule by which drafts stand, as in `Session.generate`; by "reject" the texts of a pair are not the same.
         budget_s: seconds for all of it: texts are shortened, then pairs left out, and the report says so.
         synthetic_length: coins of this mean accepted length stand in for verification; the text is then meaningless.
         progress: called with the tokens done and the tokens in all.
@@ -328,6 +330,7 @@ def measure(
     report = Report(
         [prompt for prompt, _ in found], model.depth, n, temperature, seed, synthetic_length, model.paced
     )
+    report.accept = accept
     report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
     report.warnings += warnings
     report.source = provenance(model)
@@ -457,6 +460,7 @@ class _Bench:
                 max_tokens=n,
                 temperature=report.temperature,
                 seed=seed,
+                accept=report.accept,
                 **report.shaping,
                 ignore_eos=self._coin is not None,
             )

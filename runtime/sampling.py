@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .vocab import Vocab
 
 MAX_SEED = 2**32 - 2  # the one above it makes llama.cpp draw a fresh seed
+ACCEPT = ("auto", "match", "reject")  # rules of acceptance
 WHOLE = -1  # as a number of last tokens: the whole context
 
 # name: least and most, whether the least itself is too small
@@ -232,8 +233,31 @@ class Chooser:
         self._free()
 
 
+def rule_of(accept: str, sampling: Sampling) -> str:
+    """The rule of acceptance that is meant: greedy has only one, and a seed gives plain decoding's text unless it is told not to.
+
+    Raises:
+        PromptError: there is no such rule.
+
+    >>> rule_of("auto", Sampling(temperature=1.0)), rule_of("auto", Sampling(temperature=1.0, seed=1))
+    ('auto', 'match')
+    """
+    if accept not in ACCEPT:
+        raise PromptError(f"accept {accept!r} is none of {', '.join(ACCEPT)}")
+    if sampling.greedy or (accept == "auto" and sampling.seed is not None):
+        return "match"
+    return accept
+
+
 def make_chooser(
-    sampling: Sampling, vocab: Vocab, prompt: Sequence[int], n_ctx: int, n_logprobs: int | None = None
+    sampling: Sampling,
+    vocab: Vocab,
+    prompt: Sequence[int],
+    n_ctx: int,
+    *,
+    n_logprobs: int | None = None,
+    rule: str = "match",
+    rules: _native.RuleChoice | None = None,
 ) -> Chooser:
     """Builds the chooser for these settings: our own arg-max for plain greedy, llama.cpp's chain otherwise.
 
@@ -242,6 +266,7 @@ def make_chooser(
         prompt: the tokens before the text: penalties and DRY look at them.
         n_ctx: the whole context, in tokens.
         n_logprobs: how many likeliest tokens to keep of each; None keeps no log-probabilities.
+        rule: "match" (one draw a token, as plain), "reject" (speculative sampling), or "auto": `rules` finds the faster one.
 
     Raises:
         PromptError: a bias of a token that the vocabulary lacks, a grammar that does not parse, a schema that is none.
@@ -258,12 +283,25 @@ def make_chooser(
             lib.llama_sampler_free(grammar)
 
     try:
-        for part in [*_adjusting(sampling, vocab, n_ctx), *_choosing(sampling)]:
+        seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
+        parts = _adjusting(sampling, vocab, n_ctx)
+        if sampling.greedy:
+            parts.append(lib.llama_sampler_init_greedy())
+        else:
+            parts += _truncating(sampling)
+            if rule == "match":
+                parts.append(lib.llama_sampler_init_dist(seed))
+        for part in parts:
             lib.llama_sampler_chain_add(chain, part)
         if sampling.penalizes:
             for token in prompt:
                 lib.llama_sampler_accept(chain, token)
-        native = _native.chain_chooser(address(chain), address(grammar) if grammar else 0)
+        bound = address(grammar) if grammar else 0
+        if rule == "match":
+            native = _native.chain_chooser(address(chain), bound)
+        else:
+            chosen = rules if rule == "auto" else None
+            native = _native.speculative_chooser(address(chain), sampling.penalizes, bound, seed, chosen)
     except BaseException:
         free()
         raise
@@ -308,19 +346,15 @@ def _adjusting(sampling: Sampling, vocab: Vocab, n_ctx: int) -> list[Any]:
     return found
 
 
-def _choosing(sampling: Sampling) -> list[Any]:
-    """The samplers that leave fewer tokens, the temperature, and the choice itself."""
+def _truncating(sampling: Sampling) -> list[Any]:
+    """The samplers that leave fewer tokens, and the temperature."""
     lib = llama()
-    if sampling.greedy:
-        return [lib.llama_sampler_init_greedy()]
-    seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(4), "little")
     return [
         lib.llama_sampler_init_top_k(sampling.top_k),
         lib.llama_sampler_init_typical(sampling.typical_p, 1),
         lib.llama_sampler_init_top_p(sampling.top_p, 1),
         lib.llama_sampler_init_min_p(sampling.min_p, 1),
         lib.llama_sampler_init_temp(sampling.temperature),
-        lib.llama_sampler_init_dist(seed),
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import LoadError, PromptError, SessionError
-from .sampling import Chooser, Sampling, TokenLogprobs, address, make_chooser
+from .sampling import Chooser, Sampling, TokenLogprobs, address, make_chooser, rule_of
 from .stats import Stats
 from .weights import Settings, free_context, make_target_context
 
@@ -71,6 +71,7 @@ class Session:
         self.kind: str | None = None
         self._draft_vocab: _native.DraftVocab | None = None
         self._settings = settings
+        self._rules = _native.RuleChoice()
         self._learn = learn
         self._tried_plain_context = False
         self._lock = threading.RLock()  # held while it is settled whose text is the session's
@@ -120,6 +121,7 @@ class Session:
         depth: int | None = None,
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        accept: str = "auto",
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Generation:
@@ -132,6 +134,9 @@ class Session:
             depth: drafts per round, at most the session's own; None leaves it to the session's pace, if it has one.
             ignore_eos: go on past the end-of-text token (benchmarks).
             logprobs: keep each token's log-probability, and those of so many likeliest ones, in `Generation.logprobs`.
+            accept: which drafts stand above temperature 0: "match" (those that plain decoding with the same seed draws), "reject"
+                (speculative sampling: the same distribution, other draws, more drafts stand), or "auto": the faster one here,
+                and "match" where a seed is given.
             sampling: how tokens are chosen; by default as the file says, else greedily.
             options: any setting of `Sampling` (temperature, top_k, seed, grammar, ...), over those; None leaves it as it is.
 
@@ -157,13 +162,25 @@ class Session:
             "".join(stop).encode()
         except (TypeError, UnicodeEncodeError):
             raise PromptError(f"stop strings {stop!r} are not all text") from None
+        pace = self.pace if depth is None else None
+        depth = self.depth if depth is None else min(depth, self.depth)
+        rule = rule_of(accept, settings) if depth else rule_of("match", settings)
         request = _Request(
             tokens=tokens,
-            chooser=make_chooser(settings, self.model.vocab, tokens, self.n_ctx, logprobs),
+            chooser=make_chooser(
+                settings,
+                self.model.vocab,
+                tokens,
+                self.n_ctx,
+                n_logprobs=logprobs,
+                rule=rule,
+                rules=self._rules,
+            ),
+            rule=rule,
             max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
             stop=stop,
-            depth=self.depth if depth is None else min(depth, self.depth),
-            pace=self.pace if depth is None else None,
+            depth=depth,
+            pace=pace,
             ignore_eos=bool(ignore_eos),
         )
         return self._start(request)
@@ -335,6 +352,7 @@ class _Request:
     depth: int
     pace: _native.Pacing | None
     ignore_eos: bool
+    rule: str = "match"
 
 
 class Generation(Iterator[str]):
@@ -353,6 +371,7 @@ class Generation(Iterator[str]):
             why=session.why if request.depth or not session.depth else "depth 0 was asked for",
             depth=request.depth,
             kernels=str(session.model.kernels),
+            accept=request.rule,
             n_prompt=len(request.tokens),
         )
         self._session = session
@@ -389,6 +408,8 @@ class Generation(Iterator[str]):
     @property
     def stats(self) -> Stats:
         self._stats.count(self._native.counts)
+        if self._request.rule == "auto":
+            self._stats.accept = "auto, now " + ("reject" if self._session._rules.rejects else "match")
         return self._stats
 
     @property

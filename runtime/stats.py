@@ -18,6 +18,7 @@ class Stats:
     before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `kernels` says what computes small products on the CPU, and why.
+    `accept` is the rule by which drafts stand (see `Session.generate`).
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
     drafting nor verifying nor choosing.
@@ -35,6 +36,7 @@ class Stats:
     why: str
     depth: int
     kernels: str = "stock"
+    accept: str = "match"
     n_prompt: int = 0
     n_reused: int = 0
     n_rounds: int = 0

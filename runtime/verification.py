@@ -370,7 +370,7 @@ class _Verification:
         report.seeded_flips = len(report.seeded) * float(np.mean(flips)) if flips else 0.0
 
     def _draw(self, prompt: list[int]) -> None:
-        """The joint of the first tokens: speculative against plain, every draw with a seed of its own."""
+        """The joint of the first tokens: speculative sampling against plain, every draw with a seed of its own."""
         model, report = self._model, self._report
         samples: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
         started, share_s = time.perf_counter(), DRAW_SHARE * self._budget_s
@@ -385,7 +385,8 @@ class _Verification:
                     break
                 self._progress(f"draws at temperature {TEMPERATURE:g}", i / N_DRAWS)
                 for session, sample in zip((plain, spec), samples, strict=True):
-                    text = self._write(session, prompt, N_JOINT, **_sampling(next(seeds)))
+                    options = _sampling(next(seeds)) | {"accept": "reject"}
+                    text = self._write(session, prompt, N_JOINT, **options)
                     sample.append(tuple(text.tokens))
         n = len(samples[0])
         if n < MIN_DRAWS:

@@ -21,7 +21,7 @@ from llama_sidecar.runtime.drafter_choice import OTHERS
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
-from llama_sidecar.runtime.sampling import MAX_SEED, WHOLE
+from llama_sidecar.runtime.sampling import ACCEPT, MAX_SEED, WHOLE
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS
 
@@ -210,6 +210,13 @@ _CHOICE_OPTIONS = (
     ),
     click.option(
         "-s", "--seed", type=click.IntRange(0, MAX_SEED), metavar="N", help="Seed.  [default: a fresh one]"
+    ),
+    click.option(
+        "--accept",
+        type=click.Choice([*ACCEPT]),
+        default="auto",
+        show_default=True,
+        help="Which drafts stand above temperature 0: those that plain decoding draws (match), by speculative sampling (reject, the same distribution), or what is faster here; match where a seed is given (auto).",
     ),
     click.option(
         "--stop", multiple=True, metavar="TEXT", help="End the text before this string; may be repeated."

@@ -77,7 +77,10 @@ def _drafter(drafter: Mapping[str, Any]) -> str:
 def _sampling(report: Report) -> str:
     if report.synthetic_length is not None:
         return f"accepted by coin tosses of L = {report.synthetic_length:g}: the text is meaningless"
-    return "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}, seed {report.seed}"
+    parts = ["greedy"]
+    if report.temperature:
+        parts = [f"temperature {report.temperature:g}", f"seed {report.seed}", f"accepted by {report.accept}"]
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in report.shaping.items())])
 
 
 def _equality(report: Report) -> str:

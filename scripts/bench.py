@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from llama_sidecar.runtime.bench import measure
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
+from llama_sidecar.runtime.sampling import ACCEPT
 
 from ._options import (
     GroupedCommand,
@@ -52,6 +53,13 @@ BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "prompts
     "acceptance; the text is meaningless.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option(
+    "--accept",
+    type=click.Choice([*ACCEPT]),
+    default="match",
+    show_default=True,
+    help="Which drafts stand above temperature 0 (see run); by reject the texts of a pair differ.",
+)
 @shaping_options
 @load_options
 def command(
@@ -62,6 +70,7 @@ def command(
     seed: int,
     budget: float,
     synthetic_length: float | None,
+    accept: str,
     as_json: bool,
     shaping: dict[str, Any],
 ) -> None:
@@ -96,6 +105,7 @@ def command(
             temperature=temperature,
             seed=seed,
             shaping=shaping,
+            accept=accept,
             budget_s=budget,
             synthetic_length=synthetic_length,
             progress=lambda done, total: bar.update(

@@ -41,7 +41,18 @@ struct Forced : Chooser {
     }
 };
 
+struct Best : Picker {
+    void begin() override {}
+    int32_t pick(const float * logits, int32_t n, const llama_token *) override { return argmax(logits, n); }
+    void take(llama_token) override {}
+};
+
 }  // namespace
+
+Picker & best_picker() {
+    static Best best;
+    return best;
+}
 
 std::unique_ptr<Chooser> greedy_chooser() { return std::make_unique<Greedy>(); }
 std::unique_ptr<Chooser> coin_chooser(double p_accept, uint64_t seed) { return std::make_unique<Coin>(p_accept, seed); }

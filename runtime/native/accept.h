@@ -1,9 +1,9 @@
 // Which drafted tokens stand. It is decided here and nowhere else, from the target's rows alone.
 //
-// Sample-and-match, as llama.cpp does it: at each row the target's own choice is taken by the full sampler, and the
+// Mostly by sample-and-match, as llama.cpp does it: at each row the target's own choice is taken by the full sampler, and the
 // draft stands while it is the same. So every emitted token is the target's own, at any temperature, and one emitted
-// token takes the draws of one plain step: a seeded speculative run is the seeded plain run. What chooses by temperature, penalties
-// and grammars is in sampling.h.
+// token takes the draws of one plain step: a seeded speculative run is the seeded plain run. The other rule, speculative
+// sampling, and what chooses by temperature, penalties and grammars are in sampling.h.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "llama_api.h"
+#include "picker.h"
 #include "target.h"
 
 namespace sidecar {
@@ -22,6 +23,12 @@ class Chooser {
     virtual ~Chooser() = default;
     // The token for a row of the target's logits (n_vocab,). `drafted` is the draft there, or -1. What it returns is emitted.
     virtual llama_token choose(const float * logits, int32_t n_vocab, llama_token drafted) = 0;
+
+    // Takes the tokens of the drafts that it is to judge; null: the drafter's best ones. Owned by the chooser.
+    virtual Picker * picker() { return nullptr; }
+
+    // A round with drafts has emitted so many tokens in so many seconds.
+    virtual void observe(int32_t /*n_tokens*/, double /*seconds*/) {}
 };
 
 // The first token of the largest logit, as llama.cpp's greedy sampler chooses.

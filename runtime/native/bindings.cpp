@@ -44,6 +44,8 @@ const llama_vocab * vocab_of(uintptr_t model) {
     return api().model_get_vocab(reinterpret_cast<const llama_model *>(model));
 }
 
+Picker & picker_of(Chooser & chooser) { return chooser.picker() != nullptr ? *chooser.picker() : best_picker(); }
+
 llama_context * context_at(uintptr_t address) {
     if (address == 0) throw std::invalid_argument("the context is null");
     return reinterpret_cast<llama_context *>(address);
@@ -101,6 +103,15 @@ NB_MODULE(_native, m) {
 
     nb::class_<Chooser>(m, "Chooser")
         .def(
+            "begin_draft", [](Chooser & self) { picker_of(self).begin(); }, "For tests: as a round does before its drafts.")
+        .def(
+            "pick",
+            [](Chooser & self, const std::vector<float> & logits) {
+                if (logits.empty()) throw std::invalid_argument("a pick from no logits");
+                return picker_of(self).pick(logits.data(), int32_t(logits.size()), nullptr);
+            },
+            "logits"_a, "For tests: the draft's next token, from a row of the drafter's logits.")
+        .def(
             "choose",
             [](Chooser & self, const std::vector<float> & logits, llama_token drafted) {
                 if (logits.empty()) throw std::invalid_argument("a choice from no logits");
@@ -114,6 +125,18 @@ NB_MODULE(_native, m) {
             return chain_chooser(reinterpret_cast<llama_sampler *>(chain), reinterpret_cast<llama_sampler *>(grammar));
         },
         "chain"_a, "grammar"_a = 0, "Chooses by a llama_sampler chain, and a grammar's sampler if given; both must outlive the result.");
+    nb::class_<RuleChoice>(m, "RuleChoice", "Finds out which rule of acceptance is faster: see sampling.h.")
+        .def(nb::init<>())
+        .def("observe", &RuleChoice::observe, "n_tokens"_a, "seconds"_a)
+        .def_prop_ro("rejects", &RuleChoice::rejects, "Whether the next round accepts by speculative sampling.");
+    m.def(
+        "speculative_chooser",
+        [](uintptr_t chain, bool remembers, uintptr_t grammar, uint32_t seed, RuleChoice * rules) {
+            return speculative_chooser(reinterpret_cast<llama_sampler *>(chain), remembers,
+                                       reinterpret_cast<llama_sampler *>(grammar), seed, rules);
+        },
+        nb::keep_alive<0, 5>(), "chain"_a, "remembers"_a, "grammar"_a, "seed"_a, "rules"_a.none(),
+        "Accepts by speculative sampling, with a llama_sampler chain that makes no choice; what it is given must outlive the result.");
     nb::class_<TokenLogprobs>(m, "TokenLogprobs")
         .def_ro("token", &TokenLogprobs::token)
         .def_ro("logprob", &TokenLogprobs::logprob)

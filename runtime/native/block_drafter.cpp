@@ -50,7 +50,7 @@ void BlockDrafter::observe(int32_t pos, const llama_token *, const float * hidde
     }
 }
 
-void BlockDrafter::propose(llama_token last, int32_t n, std::vector<llama_token> & out) {
+void BlockDrafter::propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) {
     n = std::min({n, max_depth(), ctx_.n_batch() - first_});
     if (n < 1) return;
     inject();
@@ -58,7 +58,7 @@ void BlockDrafter::propose(llama_token last, int32_t n, std::vector<llama_token>
     ctx_.start();
     for (int32_t i = 0; i < n + first_; ++i) ctx_.add(i == 0 ? last : mask_, nullptr, 0, wants_logits());
     ctx_.decode();
-    read(first_, n, out);
+    read(first_, n, picker, out);
 }
 
 void BlockDrafter::catch_up() { inject(); }

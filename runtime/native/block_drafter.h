@@ -16,7 +16,7 @@ class BlockDrafter : public Drafter {
   public:
     void begin() override;
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override;
-    void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override;
+    void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override;
     void catch_up() override;
     std::vector<int32_t> layers() const override { return layers_; }
     int32_t max_depth() const override { return block_size_ - first_; }
@@ -29,7 +29,7 @@ class BlockDrafter : public Drafter {
     // Whether llama.cpp computes logits for the block's rows.
     virtual bool wants_logits() const { return true; }
     // Appends at most n guesses, read from the rows first, first + 1, ... of the block just decoded.
-    virtual void read(int32_t first, int32_t n, std::vector<llama_token> & out) = 0;
+    virtual void read(int32_t first, int32_t n, Picker & picker, std::vector<llama_token> & out) = 0;
 
     // A key of the drafter's file as llama.cpp spells it; empty where it has none.
     std::string meta(const char * key) const;

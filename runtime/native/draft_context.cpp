@@ -2,7 +2,6 @@
 
 #include <stdexcept>
 
-#include "accept.h"
 
 namespace sidecar {
 
@@ -69,10 +68,10 @@ const float * DraftContext::hidden_rows() const {
     return rows;
 }
 
-int32_t DraftContext::best(int32_t i, int32_t n_vocab) const {
+int32_t DraftContext::pick(Picker & picker, int32_t i, int32_t n_vocab, const llama_token * ids) const {
     const float * logits = api().get_logits_ith(ctx_, i);
     if (logits == nullptr) throw LibraryError("llama.cpp has no logits for the draft step");
-    return argmax(logits, n_vocab);
+    return picker.pick(logits, n_vocab, ids);
 }
 
 void DraftContext::process(int32_t type) {

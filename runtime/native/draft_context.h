@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "llama_api.h"
+#include "picker.h"
 
 namespace sidecar {
 
@@ -36,8 +37,8 @@ class DraftContext {
     // The hidden row (n_embd,) of row i of the last batch, or all of them in order; owned by the context.
     const float * hidden_row(int32_t i) const;
     const float * hidden_rows() const;
-    // The best of the first n_vocab logits of row i.
-    int32_t best(int32_t i, int32_t n_vocab) const;
+    // What `picker` takes of the first n_vocab logits of row i, which are for the tokens `ids` (null: 0 .. n_vocab-1); its index.
+    int32_t pick(Picker & picker, int32_t i, int32_t n_vocab, const llama_token * ids = nullptr) const;
 
     llama_context * get() const { return ctx_; }
     const llama_model * model() const { return model_; }

@@ -6,7 +6,7 @@
 //   begin()                      an empty sequence, also after an earlier one
 //   observe(...) once or more    the target has decoded these tokens and they stand: the prompt, piece by piece, then
 //                                after each round its accepted rows; positions follow one another without a gap
-//   propose(last, n, out)        `last` is sampled but not decoded yet; its position is the number of observed tokens
+//   propose(last, n, picker, out)        `last` is sampled but not decoded yet; its position is the number of observed tokens
 //   observe(...)                 now begins with `last`, then the accepted drafts
 // A drafter that fails throws LibraryError; the round is then lost and the session must begin anew.
 //
@@ -20,6 +20,7 @@
 
 #include "draft_vocab.h"
 #include "llama_api.h"
+#include "picker.h"
 #include "target.h"
 
 namespace sidecar {
@@ -34,8 +35,9 @@ class Drafter {
     // Both are only valid during the call.
     virtual void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) = 0;
 
-    // Appends up to n guesses for the positions after `last` to `out`; fewer, or none, is fine.
-    virtual void propose(llama_token last, int32_t n, std::vector<llama_token> & out) = 0;
+    // Appends up to n guesses for the positions after `last` to `out`, as `picker` takes them; fewer, or none, is fine, but how many
+    // must not depend on what was taken.
+    virtual void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) = 0;
 
     // The layers of the target whose inputs a hidden row consists of, side by side; LAST_HIDDEN is what follows the last one.
     // Fixed from the start.

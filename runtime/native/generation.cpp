@@ -41,6 +41,7 @@ std::optional<std::string> Generation::round(Session & session) {
     whole_ = true;
 
     const int32_t n_drafted = int32_t(round.drafts.size());
+    if (n_drafted > 0) chooser_.observe(int32_t(round.tokens.size()), round.draft_s + round.verify_s + round.accept_s);
     if (pacing_ != nullptr) pacing_->observe(n_drafted, round.n_accepted, round.draft_s, round.verify_s);
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.n_rounds += 1;

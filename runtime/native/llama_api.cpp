@@ -96,6 +96,8 @@ void bind(void * handle) {
     find(found.token_to_piece, {"llama_token_to_piece"});
     find(found.sampler_apply, {"llama_sampler_apply"});
     find(found.sampler_accept, {"llama_sampler_accept"});
+    find(found.sampler_clone, {"llama_sampler_clone"});
+    find(found.sampler_free, {"llama_sampler_free"});
     find.optional(found.tensor_map, {"llama_internal_get_tensor_map", "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model",
                                      "_Z29llama_internal_get_tensor_mapPK11llama_model"});
     find.optional(found.tensor_n_bytes, {"ggml_nbytes"});

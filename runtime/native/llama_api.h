@@ -130,6 +130,8 @@ struct LlamaApi {
     // samplers: apply() changes a row of candidates, accept() tells of a token that was chosen
     void (*sampler_apply)(llama_sampler *, llama_token_data_array *);
     void (*sampler_accept)(llama_sampler *, llama_token);
+    llama_sampler * (*sampler_clone)(const llama_sampler *);
+    void (*sampler_free)(llama_sampler *);
 
     // weights, by name; null where the library does not show them
     const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);

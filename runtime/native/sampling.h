@@ -18,7 +18,10 @@ namespace sidecar {
 // One row of logits as llama.cpp's samplers take it: they reorder it, shorten it and change its logits.
 class Candidates {
   public:
-    void fill(const float * logits, int32_t n_vocab);
+    // `ids` are the tokens that the n logits belong to; null: 0 .. n-1.
+    void fill(const float * logits, int32_t n, const llama_token * ids = nullptr);
+    // Whether any token has a logit above -inf.
+    bool any() const;
     // Throws LibraryError when no token with a logit above -inf is left to a sampler, for some divide by what is left.
     void apply(llama_sampler * sampler);
     // What a chain that ends with a choice has chosen. Throws LibraryError when it chose nothing, or a token of logit -inf.
@@ -37,6 +40,40 @@ class Candidates {
 // is owned: both must outlive the chooser. `grammar` may be null.
 std::unique_ptr<Chooser> chain_chooser(llama_sampler * chain, llama_sampler * grammar);
 
+// Some tokens and their probabilities, which sum to 1; every other token has none.
+using Distribution = std::vector<std::pair<llama_token, double>>;
+
+// Which of two rules accepts drafts faster: tried in turns, a few rounds each, then the faster one for many. It looks at the past
+// alone, so it changes no distribution. Kept by a session from text to text.
+class RuleChoice {
+  public:
+    // Whether the next round accepts by speculative sampling, else by sample-and-match.
+    bool rejects() const { return now_ == 1; }
+    // A round by that rule has emitted so many tokens in so many seconds.
+    void observe(int32_t n_tokens, double seconds);
+
+  private:
+    struct Rule {
+        double n_tokens = 0.0, seconds = 0.0;  // of its rounds, older ones counting less
+    };
+    Rule rules_[2];
+    int now_ = 0;
+    bool is_trial_ = true;
+    int32_t n_left_ = n_trial;  // rounds until the next change
+    static constexpr int32_t n_trial = 8, n_stay = 120;
+};
+
+// Speculative sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, algorithm 1): drafts
+// are drawn from the drafter's distribution q, after the same samplers as the target's p; a drafted token x stands with probability
+// min(1, p(x) / q(x)), and at the first that does not the token is drawn from the positive part of p - q, normalised. Exact in
+// distribution; the same seed gives other draws than plain decoding.
+//
+// `chain` has no choice at its end; `remembers` says that its samplers look at earlier tokens. With a grammar p is what chain_chooser
+// draws from. `rules`, or null for this rule alone, may turn single rounds into sample-and-match. Nothing is owned; all must outlive
+// the chooser.
+std::unique_ptr<Chooser> speculative_chooser(llama_sampler * chain, bool remembers, llama_sampler * grammar, uint32_t seed,
+                                             RuleChoice * rules);
+
 struct TokenLogprobs {
     llama_token token;
     float logprob;                                  // of the token, in the target's own distribution
@@ -49,6 +86,8 @@ class LogprobsChooser final : public Chooser {
     // `inner` is not owned and must outlive it; n_top >= 0.
     LogprobsChooser(Chooser & inner, int32_t n_top) : inner_(inner), n_top_(n_top) {}
     llama_token choose(const float * logits, int32_t n_vocab, llama_token drafted) override;
+    Picker * picker() override { return inner_.picker(); }
+    void observe(int32_t n_tokens, double seconds) override { inner_.observe(n_tokens, seconds); }
     // Of every token chosen so far. From any thread.
     std::vector<TokenLogprobs> found() const;
 

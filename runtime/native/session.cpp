@@ -60,7 +60,9 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
         const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch()) - 1;
         if (!is_plain() && std::min(depth, n_room) > 0) {
             if (lacks_rows_) adopt();
-            drafter_->propose(last_, std::min(depth, n_room), round.drafts);
+            Picker & picker = chooser.picker() != nullptr ? *chooser.picker() : best_picker();
+            picker.begin();
+            drafter_->propose(last_, std::min(depth, n_room), picker, round.drafts);
         }
     }
     round.draft_s = seconds_since(mark);

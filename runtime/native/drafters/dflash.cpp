@@ -3,6 +3,7 @@
 // DFlash2 has a selector instead: of every position it hands out k candidates and the score of each after each candidate of the
 // position before, and the best path is walked from the known token on.
 #include <algorithm>
+#include <limits>
 
 #include "../block_drafter.h"
 
@@ -20,9 +21,9 @@ class DFlash final : public BlockDrafter {
   private:
     bool wants_logits() const override { return top_k_ == 0; }
 
-    void read(int32_t first, int32_t n, std::vector<llama_token> & out) override {
+    void read(int32_t first, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         if (top_k_ == 0) {
-            for (int32_t i = 0; i < n; ++i) out.push_back(ctx_.best(first + i, n_vocab_));
+            for (int32_t i = 0; i < n; ++i) out.push_back(ctx_.pick(picker, first + i, n_vocab_));
             return;
         }
         // A row holds k token ids, then k scores for each candidate of the position before it.
@@ -31,14 +32,22 @@ class DFlash final : public BlockDrafter {
         for (int32_t i = 0; i < n; ++i) {
             const float * row = lattice + size_t(first + i) * ctx_.n_embd();
             const float * scores = row + top_k_ + candidate * top_k_;
-            candidate = std::max_element(scores, scores + top_k_) - scores;
-            const llama_token token = llama_token(row[candidate]);
-            if (token < 0 || token >= n_vocab_) return;
-            out.push_back(token);
+            ids_.resize(size_t(top_k_));
+            scores_.assign(scores, scores + top_k_);
+            for (int32_t j = 0; j < top_k_; ++j) {
+                ids_[size_t(j)] = llama_token(row[j]);
+                const bool can_be = ids_[size_t(j)] >= 0 && ids_[size_t(j)] < n_vocab_;
+                if (!can_be) scores_[size_t(j)] = -std::numeric_limits<float>::infinity();
+            }
+            if (*std::max_element(scores_.begin(), scores_.end()) == -std::numeric_limits<float>::infinity()) return;
+            candidate = picker.pick(scores_.data(), top_k_, ids_.data());
+            out.push_back(ids_[size_t(candidate)]);
         }
     }
 
     int32_t top_k_;
+    std::vector<llama_token> ids_;  // of a position's candidates
+    std::vector<float> scores_;
 };
 
 const Registered registered("dflash", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {

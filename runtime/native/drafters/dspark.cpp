@@ -19,10 +19,10 @@ class DSpark final : public BlockDrafter {
     }
 
   private:
-    void read(int32_t first, int32_t n, std::vector<llama_token> & out) override {
+    void read(int32_t first, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         for (int32_t i = first; i < first + n; ++i) {
             if (min_confidence_ > 0.0f && !(ctx_.hidden_row(i)[0] >= min_confidence_)) return;
-            out.push_back(ctx_.best(i, n_vocab_));
+            out.push_back(ctx_.pick(picker, i, n_vocab_));
         }
     }
 

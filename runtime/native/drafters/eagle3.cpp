@@ -49,12 +49,12 @@ class Eagle3 final : public Drafter {
         }
     }
 
-    void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
+    void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         if (rows_.size() == 0) return;
         if (tokens_.size() < rows_.size()) tokens_.push_back(last);
         int32_t row = decode(true);
         for (int32_t i = 0; i < n; ++i) {
-            const llama_token drafted = ctx_.best(row, n_vocab_);
+            const llama_token drafted = ctx_.pick(picker, row, n_vocab_);
             out.push_back(drafted);
             if (i + 1 < n) {
                 ctx_.start();

@@ -1,4 +1,4 @@
-// The draft model: a smaller model of the same vocabulary, decoded greedily a token at a time (Leviathan et al., "Fast Inference
+// The draft model: a smaller model of the same vocabulary, decoded a token at a time (Leviathan et al., "Fast Inference
 // from Transformers via Speculative Decoding", 2023; Chen et al., "Accelerating Large Language Model Decoding with Speculative
 // Sampling", 2023).
 //
@@ -39,17 +39,17 @@ class DraftModel final : public Drafter {
         if (n > 1 && n_waiting() >= size_t(ctx_.n_batch())) catch_up();
     }
 
-    void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
+    void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         if (n < 1) return;
         text_.push_back(last);
         const int32_t row = decode(true);
-        drafted_.assign(1, ctx_.best(row, n_vocab_));
+        drafted_.assign(1, ctx_.pick(picker, row, n_vocab_));
         if (recurrent_ && n > 1) save();
         while (int32_t(drafted_.size()) < n) {
             ctx_.start();
             ctx_.add(drafted_.back(), nullptr, 0, true);
             ctx_.decode();
-            drafted_.push_back(ctx_.best(0, n_vocab_));
+            drafted_.push_back(ctx_.pick(picker, 0, n_vocab_));
         }
         out.insert(out.end(), drafted_.begin(), drafted_.end());
     }

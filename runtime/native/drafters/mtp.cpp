@@ -57,7 +57,7 @@ class Mtp final : public Drafter {
         }
     }
 
-    void propose(llama_token last, int32_t n, std::vector<llama_token> & out) override {
+    void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         push(last);
         n_alone_ = 0;
         drafted_.clear();
@@ -66,8 +66,9 @@ class Mtp final : public Drafter {
             const int32_t row = i == 0 || is_chain() ? decode(size_t(i), true) : decode_draft();
             const float * hidden = ctx_.hidden_row(row);
             drafted_rows_.insert(drafted_rows_.end(), hidden, hidden + rows_.width());
-            const int32_t best = ctx_.best(row, n_vocab_);
-            drafted_.push_back(vocab_ == nullptr ? best : vocab_->ids()[size_t(best)]);
+            const llama_token * ids = vocab_ == nullptr ? nullptr : vocab_->ids().data();
+            const int32_t picked = ctx_.pick(picker, row, n_vocab_, ids);
+            drafted_.push_back(ids == nullptr ? picked : ids[picked]);
         }
         out.insert(out.end(), drafted_.begin(), drafted_.end());
         forget();

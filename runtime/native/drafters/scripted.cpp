@@ -18,13 +18,14 @@ class Scripted final : public Drafter {
 
     void observe(int32_t pos, const llama_token *, const float *, int32_t n) override { n_observed_ = pos + n; }
 
-    void propose(llama_token, int32_t n, std::vector<llama_token> & out) override {
+    void propose(llama_token, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         for (int32_t i = 0; i < n; ++i) {
             const size_t pos = size_t(n_observed_) + 1 + size_t(i);
             if (pos >= script_.size()) return;
             const llama_token right = script_[pos];
             const llama_token wrong = right == 0 ? 1 : right - 1;
             out.push_back(i < n_right_ ? right : wrong);
+            picker.take(out.back());
         }
     }
 
