@@ -9,7 +9,7 @@ The head, at position i, takes the hidden row of position i - 1 and the token of
 token i + 1, as the trunk does at i. At depth 1 the hidden rows are the trunk's, after its final norm; at
 depth d > 1 they are the head's own of depth d - 1, after `mtp.norm`. When drafting at depth d, the head's
 cells were made from true hidden rows up to d - 1 positions back, and from its own since: attention at depth d
-sees just that (`MTP.attend`), so that training and drafting agree.
+sees just that (`attend`), so that training and drafting agree.
 """
 
 from __future__ import annotations
@@ -93,14 +93,13 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotate(x: Tensor, c: Config) -> Tensor:
-    """Rotary embedding, by halves, of the first dimensions of x (batch, heads, T, head_dim) at 0..T-1.
+def rotate(x: Tensor, positions: Tensor, n_rot: int, theta: float) -> Tensor:
+    """Rotary embedding, by halves, of the first n_rot dimensions of x (..., *positions.shape, head_dim).
 
     The three sections of M-RoPE carry the same position for text, so they do not show.
     """
-    n_rot = int(c.head_dim * c.partial_rotary_factor)
-    frequency = c.rope_theta ** -(torch.arange(0, n_rot, 2, dtype=torch.float32) / n_rot)
-    angle = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * frequency
+    frequency = theta ** -(torch.arange(0, n_rot, 2, dtype=torch.float32) / n_rot)
+    angle = positions.float()[..., None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b, rest = x[..., : n_rot // 2], x[..., n_rot // 2 : n_rot], x[..., n_rot:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
@@ -126,8 +125,9 @@ class Attention(nn.Module):
         q, gate = self.q_proj(x).view(batch, length, c.num_attention_heads, 2 * c.head_dim).chunk(2, dim=-1)
         k = self.k_proj(x).view(batch, length, c.num_key_value_heads, c.head_dim)
         v = self.v_proj(x).view(batch, length, c.num_key_value_heads, c.head_dim)
-        q = rotate(self.q_norm(q).transpose(1, 2), c)
-        k = rotate(self.k_norm(k).transpose(1, 2), c)
+        where = (torch.arange(length), int(c.head_dim * c.partial_rotary_factor), c.rope_theta)
+        q = rotate(self.q_norm(q).transpose(1, 2), *where)
+        k = rotate(self.k_norm(k).transpose(1, 2), *where)
         groups = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(groups, 1), v.transpose(1, 2).repeat_interleave(groups, 1)
         return q, k, v, gate.reshape(batch, length, -1)
@@ -283,16 +283,45 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Layer(c, kind) for kind in c.layer_types)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def layer_inputs(self, x: Tensor) -> list[Tensor]:
+        """What enters each layer and, last, the hidden row after the final norm: one more than there are layers."""
+        inputs = [x]
         for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+            inputs.append(layer(inputs[-1]))
+        return [*inputs[:-1], self.norm(inputs[-1])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer_inputs(x)[-1]
 
 
 def shift(x: Tensor, dim: int = 1) -> Tensor:
     """Moves rows one position later along `dim`; the first becomes zeros."""
     first = torch.zeros_like(x.narrow(dim, 0, 1))
     return torch.cat((first, x.narrow(dim, 0, x.shape[dim] - 1)), dim)
+
+
+def attend(q: Tensor, cells: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of depth d = len(cells): depth 1 cells up to i - d + 1, then one of each later depth."""
+    k, v = cells[0]
+    if len(cells) == 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    depth, length, scale = len(cells), q.shape[2], q.shape[3] ** -0.5
+    scores = q @ k.transpose(-1, -2)
+    # the first rows of a deeper pass see no cell of depth 1; their own cell keeps them finite
+    visible = torch.ones(length, length, dtype=torch.bool).tril(1 - depth)
+    scores = scores.float().masked_fill(~visible, -1e9)
+    own = []
+    for d in range(1, depth):
+        k_d, v_d = cells[d]
+        for _ in range(depth - 1 - d):
+            k_d, v_d = shift(k_d, 2), shift(v_d, 2)
+        scores = torch.cat((scores, (q * k_d).float().sum(-1, keepdim=True)), -1)
+        own.append(v_d)
+    p = (scores * scale).softmax(-1).to(v.dtype)
+    out = p[..., :length] @ v
+    for d, v_d in enumerate(own):
+        out = out + p[..., length + d, None] * v_d
+    return out
 
 
 class MTP(nn.Module):
@@ -315,34 +344,10 @@ class MTP(nn.Module):
             u = self.fc(torch.cat((embedding, self.pre_fc_norm_hidden(shift(hidden))), dim=-1))
             q, k, v, gate = layer.self_attn.project(layer.input_layernorm(u))
             cells.append((k, v))
-            x = u + layer.self_attn.output(self.attend(q, cells), gate)
+            x = u + layer.self_attn.output(attend(q, cells), gate)
             hidden = self.norm(x + layer.mlp(layer.post_attention_layernorm(x)))
             rows.append(hidden)
         return rows
-
-    @staticmethod
-    def attend(q: Tensor, cells: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention of depth d = len(cells): depth 1 cells up to i - d + 1, then one of each later depth."""
-        k, v = cells[0]
-        if len(cells) == 1:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        depth, length, scale = len(cells), q.shape[2], q.shape[3] ** -0.5
-        scores = q @ k.transpose(-1, -2)
-        # the first rows of a deeper pass see no cell of depth 1; their own cell keeps them finite
-        visible = torch.ones(length, length, dtype=torch.bool).tril(1 - depth)
-        scores = scores.float().masked_fill(~visible, -1e9)
-        own = []
-        for d in range(1, depth):
-            k_d, v_d = cells[d]
-            for _ in range(depth - 1 - d):
-                k_d, v_d = shift(k_d, 2), shift(v_d, 2)
-            scores = torch.cat((scores, (q * k_d).float().sum(-1, keepdim=True)), -1)
-            own.append(v_d)
-        p = (scores * scale).softmax(-1).to(v.dtype)
-        out = p[..., :length] @ v
-        for d, v_d in enumerate(own):
-            out = out + p[..., length + d, None] * v_d
-        return out
 
 
 class DemoModel(nn.Module):

@@ -4,6 +4,8 @@
     train_demo.py evaluate --run RUN               acceptance on the held-out prompts
     train_demo.py export --run RUN OUT [--references tests/data/demo_logits.npz]
     train_demo.py check                            compares the model with transformers' Qwen3_5ForCausalLM
+    train_demo.py train --kind KIND --run RUN --minutes 12    a head of another kind for the checkpoint as it is
+    train_demo.py export --kind KIND --run RUN OUT            (eagle3, dflash, dspark: train_heads.py)
 
 Trunk and head are trained together: next-token loss plus `--head-weight` times the head's losses at depths 1,
 2 and 3, weighted 1, 0.6, 0.4, on the text's tokens and the head's own hidden rows (demo_model.py). The head's
@@ -28,80 +30,57 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from demo_corpus import CHAT_TEMPLATE, SPECIAL, documents, encode, held_out_prompts, train_tokenizer, windows
+from demo_heads import HEADS
 from demo_model import Config, DemoModel
-from safetensors.torch import save_file
+from demo_training import (
+    Progress,
+    load_rounded,
+    log,
+    n_parameters,
+    numbers,
+    run_training,
+    write_json,
+    write_weights,
+)
 from tokenizers import Tokenizer
 from torch import Tensor
+from train_heads import export_head, train_head
 
+KINDS = ("mtp", *HEADS)
 LENGTH = 256  # tokens of a training row
 DEPTH = 3
 DEPTH_WEIGHTS = (1.0, 0.6, 0.4)
-DECAY_FROM = 0.78  # part of the budget after which the learning rate falls
-WARMUP_STEPS = 200
-LOG_STEPS, HELD_OUT_STEPS, SAVE_SECONDS = 20, 200, 180
 
 
 # --- training -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Progress:
-    step: int = 0
-    seconds: float = 0.0  # spent training, over all resumptions
-
-
 def train(args: argparse.Namespace) -> None:
     args.run.mkdir(parents=True, exist_ok=True)
+    args.step_tokens = args.batch * LENGTH
     rows_of, held_out = prepare(args)
     torch.manual_seed(args.seed)
     model = DemoModel(Config())
-    optimizer = make_optimizer(model, args.lr)
-    progress = load_state(args.run, model, optimizer)
     losses = torch.compile(training_losses, dynamic=False)
     weights = torch.tensor([1.0, *(args.head_weight * w for w in DEPTH_WEIGHTS)])
     log(args.run, f"# {n_parameters(model.model)} trunk + {n_parameters(model.mtp)} head parameters")
-    log(
+    log(args.run, f"# rows of {LENGTH} tokens, head weight {args.head_weight}")
+    run_training(
+        args,
         args.run,
-        f"# from step {progress.step}: {args.batch} x {LENGTH} tokens, head weight {args.head_weight}",
+        model,
+        lambda step: losses(model, rows_of(step)),
+        weights,
+        lambda: held_out_line(model, held_out),
     )
-
-    last_save = last_log = time.monotonic()
-    while (part := spent(progress, args)) < 1.0:
-        started = time.monotonic()
-        set_rate(optimizer, args.lr * schedule(part, progress.step))
-        by_depth = losses(model, rows_of(progress.step))
-        (by_depth * weights).sum().backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
-        now = time.monotonic()
-        if progress.step > 1:  # the first one compiles
-            progress.seconds += min(now - started, 10.0)
-        if progress.step % LOG_STEPS == 0:
-            step_tokens, rate = args.batch * LENGTH, optimizer.param_groups[0]["lr"]
-            done = f"step {progress.step:5d}  {progress.step * step_tokens / 1e6:6.2f} M tokens"
-            speed = f"{LOG_STEPS * step_tokens / (now - last_log):.0f} tok/s"
-            state = f"lr {rate:.2e}  loss {numbers(by_depth)}  norm {norm:.2f}"
-            log(args.run, f"{done}  {progress.seconds / 60:5.1f} min  {state}  {speed}")
-            last_log = now
-        if progress.step % HELD_OUT_STEPS == 0:
-            log(args.run, held_out_line(model, held_out))
-        if now - last_save > SAVE_SECONDS:
-            save_state(args.run, model, optimizer, progress)
-            last_save = time.monotonic()
-    log(args.run, held_out_line(model, held_out))
-    save_state(args.run, model, optimizer, progress)
 
 
 def prepare(args: argparse.Namespace):  # type: ignore[no-untyped-def]
@@ -145,29 +124,6 @@ def training_losses(model: DemoModel, rows: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def make_optimizer(model: DemoModel, rate: float) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=True)
-
-
-def spent(progress: Progress, args: argparse.Namespace) -> float:
-    """Part of the budget used up, 0 to 1: of the steps if they were given, else of the minutes."""
-    return progress.step / args.steps if args.steps else progress.seconds / (60.0 * args.minutes)
-
-
-def schedule(part: float, step: int) -> float:
-    """Warm-up, constant, then 1 - sqrt(part of the decay) (Hägele et al. 2024, arXiv:2405.18392)."""
-    warm = min(1.0, (step + 1) / WARMUP_STEPS)
-    return warm * (1.0 if part < DECAY_FROM else 1.0 - ((part - DECAY_FROM) / (1.0 - DECAY_FROM)) ** 0.5)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 @torch.no_grad()
 def held_out_line(model: DemoModel, rows: Tensor) -> str:
     """Held-out losses of trunk and depths, and how often the head's first choice is the trunk's."""
@@ -188,36 +144,6 @@ def held_out_line(model: DemoModel, rows: Tensor) -> str:
     return f"held-out  loss {numbers(mean_loss)}  acceptance {numbers(mean_agreement)}"
 
 
-def numbers(values: Tensor) -> str:
-    return " ".join(f"{v:.3f}" for v in values.tolist())
-
-
-def n_parameters(module: torch.nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def log(run: Path, line: str) -> None:
-    print(line, flush=True)
-    with open(run / "training.log", "a") as f:
-        f.write(line + "\n")
-
-
-def save_state(run: Path, model: DemoModel, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
-    torch.save(state, run / "state.tmp")
-    os.replace(run / "state.tmp", run / "state.pt")
-
-
-def load_state(run: Path, model: DemoModel, optimizer: torch.optim.Optimizer | None = None) -> Progress:
-    if not (run / "state.pt").exists():
-        return Progress()
-    state = torch.load(run / "state.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    if optimizer:
-        optimizer.load_state_dict(state["optimizer"])
-    return Progress(**state["progress"])
-
-
 # --- evaluation ---------------------------------------------------------------------------------------------
 
 
@@ -231,15 +157,10 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def load_trained(run: Path) -> tuple[DemoModel, Tokenizer, Progress]:
-    """The model of a run with its weights rounded to BF16, as they are exported, in F32."""
+    """The model of a run, as it is exported."""
     model = DemoModel(Config())
-    progress = load_state(run, model)
-    if progress.step == 0:
-        raise SystemExit(f"error: no state.pt in {run}: train first")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.bfloat16().float())
-    return model.eval(), Tokenizer.from_file(str(run / "tokenizer.json")), progress
+    progress = load_rounded(run, model)
+    return model, Tokenizer.from_file(str(run / "tokenizer.json")), progress
 
 
 @torch.no_grad()
@@ -289,10 +210,7 @@ def acceptance(model: DemoModel, prompts: list[list[int]], n_tokens: int) -> str
 def export(args: argparse.Namespace) -> None:
     model, tokenizer, progress = load_trained(args.run)
     args.out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.state_dict().items()}
-    save_file(tensors, args.out / "model.safetensors.tmp", metadata={"format": "pt"})
-    os.replace(args.out / "model.safetensors.tmp", args.out / "model.safetensors")
-    os.chmod(args.out / "model.safetensors", 0o644)
+    n_tensors = write_weights(args.out, model)
     write_json(args.out / "config.json", hf_config(model.c, tokenizer))
     write_json(args.out / "generation_config.json", generation_config(tokenizer))
     write_json(args.out / "tokenizer_config.json", tokenizer_config(tokenizer))
@@ -303,11 +221,7 @@ def export(args: argparse.Namespace) -> None:
     if args.references:
         write_references(args.references, model, tokenizer.encode(prompts[0]["prompt"]).ids[:24])
     size = sum(f.stat().st_size for f in args.out.iterdir())
-    print(f"{args.out}: step {progress.step}, {len(tensors)} tensors, {size / 1e6:.1f} MB")
-
-
-def write_json(path: Path, value: dict) -> None:  # type: ignore[type-arg]
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    print(f"{args.out}: step {progress.step}, {n_tensors} tensors, {size / 1e6:.1f} MB")
 
 
 def hf_config(c: Config, tokenizer: Tokenizer) -> dict:  # type: ignore[type-arg]
@@ -450,7 +364,11 @@ def main() -> None:
     p.add_argument("--lr", type=float, default=2e-3)
     p.add_argument("--head-weight", type=float, default=0.3)
     p.add_argument("--seed", type=int, default=0)
-    p.set_defaults(call=train)
+    p.add_argument("--kind", choices=KINDS, default="mtp", help="the head to train; mtp: with the trunk")
+    p.add_argument(
+        "--start", choices=tuple(HEADS), help="begin a head with the weights of a run of that kind"
+    )
+    p.set_defaults(call=lambda args: (train if args.kind == "mtp" else train_head)(args))
     p = commands.add_parser(
         "evaluate", help="acceptance of greedy speculative decoding on the held-out prompts"
     )
@@ -461,7 +379,8 @@ def main() -> None:
     p.add_argument("out", type=Path)
     p.add_argument("--run", type=Path, required=True)
     p.add_argument("--references", type=Path, metavar="NPZ", help="also write reference logits there")
-    p.set_defaults(call=export)
+    p.add_argument("--kind", choices=KINDS, default="mtp")
+    p.set_defaults(call=lambda args: (export if args.kind == "mtp" else export_head)(args))
     p = commands.add_parser("check", help="compare the model with transformers'")
     p.add_argument("--seed", type=int, default=0)
     p.set_defaults(call=check)
