@@ -333,6 +333,9 @@ def measure(
     report.accept = accept
     report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
     report.warnings += warnings
+    if model.exact and model.widths(model.n_ctx)[0] > 1:
+        n = model.widths(model.n_ctx)[0]
+        report.warnings.append(f"plain rounds have {n} rows too (--exact), and are slower than without it")
     report.source = provenance(model)
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
         bench = _Bench(

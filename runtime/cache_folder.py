@@ -31,6 +31,7 @@ SORTS = {  # sub-folder -> pattern of its files
     "counts": "*.u32",  # how often a model wrote each token
     "hashes": "*.json",  # content hashes of heads, by file
     "costs": "*.json",  # what rounds cost here, by model and settings
+    "exactness": "*.json",  # which numbers of rows decode equally here, by model and settings
     "kernels": "*.json",  # how fast products are here, by machine and library
     "predict": "*-random-*.gguf",  # models of random weights, while a prediction runs or because it was told to keep them
 }

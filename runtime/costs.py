@@ -222,25 +222,33 @@ def costs_key(model: Model) -> str:
 
     Files count by the shapes and types of their tensors: another quantisation is another key, another fine-tune is not.
     """
+    head = model.head_weights.path
+    facts = target_facts(model) | {
+        "openmp": [os.environ.get(name) for name in OPENMP],
+        "kind": model.kind,
+        "head": None if head == model.main.path else shapes(read_model(head)),
+    }
+    if model.exact:
+        facts["widths"] = model.exactness.widths(model.n_ctx)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def target_facts(model: Model) -> dict[str, Any]:
+    """What a decode of the target depends on: machine, backend, library, shapes and types, threads, cache types."""
     from .provenance import backend, library, machine, native  # it imports llm.py, which may import this
 
     settings = model.settings
-    head = model.head_weights.path
-    facts = {
+    return {
         "machine": machine(),
         "backend": backend(model),
         "library": library(),
         "native": native(),
-        "openmp": [os.environ.get(name) for name in OPENMP],
-        "main": _shapes(model.main.header),
-        "kind": model.kind,
-        "head": None if head == model.main.path else _shapes(read_model(head)),
+        "main": shapes(model.main.header),
         "threads": settings.n_threads,
         "flash_attn": settings.flash_attn,
         "kernels": sorted(t.name for t in model.kernels.ours),
         "cache_types": [settings.cache_type_k, settings.cache_type_v],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def recall(key: str) -> Costs | None:
@@ -261,7 +269,8 @@ def remember(costs: Costs) -> None:
     folder.trim(keep=folder.path("costs", name))
 
 
-def _shapes(header: GGUFHeader) -> str:
+def shapes(header: GGUFHeader) -> str:
+    """A hash of the architecture and of all tensors' names, shapes and types."""
     tensors = sorted((t.name, list(t.shape), int(t.type)) for t in header.tensors.values())
     return hashlib.sha256(json.dumps([header.arch, tensors]).encode()).hexdigest()
 

@@ -24,6 +24,7 @@ from .costs import costs_for
 from .draft_vocab import make_draft_vocab
 from .drafter_choice import AUTO, Choice, File, choose_drafter
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
+from .exactness import exactness_for, remembered
 from .library import set_verbose
 from .pace import Pace
 from .sampling import file_defaults
@@ -54,6 +55,7 @@ def load(
     draft_vocab: int | str = "auto",
     min_confidence: float = 0.0,
     learn: bool = False,
+    exact: bool = False,
     force: bool = False,
     verbose: bool = False,
 ) -> Model:
@@ -81,6 +83,9 @@ def load(
         min_confidence: of a DSpark sidecar with a confidence head: a token that is less likely to stand ends its draft (0 to 1).
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
             writes most.
+        exact: decode only as many rows at once as have logits that are equal to the bit here, plain rounds too, so that token
+            ids are those of plain decoding by construction. Which these are is measured once, in a few seconds, and kept in
+            the user's cache folder; where none agree it is refused.
         force: use a sidecar although its fingerprint says that it belongs to another model.
         verbose: let llama.cpp's own log through to stderr.
 
@@ -126,6 +131,7 @@ def load(
         draft_vocab=draft_vocab,
         min_confidence=min_confidence,
         learn=learn,
+        exact=exact,
     )
 
 
@@ -165,6 +171,7 @@ class Model:
         draft_vocab: int | str,
         min_confidence: float,
         learn: bool,
+        exact: bool = False,
     ) -> None:
         self.main = main
         self.min_confidence = min_confidence
@@ -233,6 +240,30 @@ class Model:
         self.vocab = Vocab(self.weights)
         self._closed = False
         _models.add(self)
+        self.exact = exact
+        self.exactness = remembered(self)  # None where it has not been measured
+        if exact:
+            self.exactness = exactness_for(self)
+            widths = self.widths(self.n_ctx)
+            self.max_depth = min(self.max_depth, widths[-1] - 1)
+            self.depth = min(self.depth, self.max_depth)
+
+    def widths(self, n_ctx: int) -> tuple[int, ...]:
+        """How many rows decodes may have in a context of `n_ctx` cells, ascending; empty where any number may be (not exact).
+
+        Raises:
+            LoadError: exact decoding was asked for and no two numbers of rows agree to the bit.
+        """
+        if not self.exact:
+            return ()
+        assert self.exactness is not None
+        widths = tuple(w for w in self.exactness.widths(n_ctx) if w <= min(self.settings.batch, n_ctx))
+        if not widths or widths == (1,):
+            raise LoadError(
+                f"exact decoding cannot be had: no numbers of rows that agree to the bit fit ({self.exactness}; batch "
+                f"{self.settings.batch}): --kernels ours or --flash-attn off may help, or leave --exact out"
+            )
+        return widths
 
     def make_draft_context(self, settings: Settings, *, n_ctx: int, target: Any) -> Any:
         """The context of a drafter beside this target's, which must outlive it."""

@@ -94,8 +94,10 @@ def sweep(model: Model, prompt: Sequence[int], *, depths: Iterable[int], n: int)
 # Logits themselves
 
 
-def logits(session: Session, row: int = -1) -> Row:
-    """Logits (n_vocab,) of a row of the last decode of the session's first context; a view that its next one overwrites."""
+def logits(session: Session, row: int | None = None) -> Row:
+    """Logits (n_vocab,) of a row of the last decode of the session's first context, or behind a prompt; a view that the next
+    one overwrites."""
+    row = session._native.last_row if row is None else row
     pointer = llama().llama_get_logits_ith(session._contexts[0], row)
     return np.ctypeslib.as_array(pointer, (session.model.vocab.n_tokens,))
 

@@ -40,6 +40,8 @@ def provenance(model: Model) -> dict[str, Any]:
         "machine": machine(),
         "backend": backend(model),
         "kernels": model.kernels.to_json(),
+        "exact": model.exact,
+        "exactness": model.exactness.to_json() if model.exactness else None,
         "threads": settings.n_threads,
         "gpu_layers": model.gpu_layers,
         "ctx": model.n_ctx,

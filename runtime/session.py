@@ -87,8 +87,12 @@ class Session:
         self._free = weakref.finalize(self, _free_session, self._natives, contexts, weights)
         self._free.atexit = False  # llm.py sees to that, when no thread computes
         try:
-            n_slots = depth if n_slots is None else n_slots
-            target = make_target_context(model.weights, settings, n_ctx=n_ctx, depth=depth, n_slots=n_slots)
+            widths = model.widths(n_ctx)
+            # Numbers of rows in a decode whose logits agree; none: any number of rows.
+            self.widths = tuple(w for w in widths if w <= max(depth + 1, widths[0]))
+            n_more = max([depth + 1, *self.widths]) - 1  # rows beside the first
+            n_slots = n_more if n_slots is None else n_slots
+            target = make_target_context(model.weights, settings, n_ctx=n_ctx, depth=n_more, n_slots=n_slots)
             contexts.append(target)
             options: dict[str, Any] = {}
             if depth and scripted is not None:
@@ -106,6 +110,8 @@ class Session:
                 self._draft_vocab = model.draft_vocab
             with model.turns:  # it may compute
                 self._natives.append(_native.Session(address(target), vocab=self._draft_vocab, **options))
+                if self.widths:
+                    self._set_widths()
         except BaseException:  # its traceback would keep the contexts longer than the weights may live
             self._free()
             raise
@@ -165,6 +171,11 @@ class Session:
         pace = self.pace if depth is None else None
         depth = self.depth if depth is None else min(depth, self.depth)
         rule = rule_of(accept, settings) if depth else rule_of("match", settings)
+        if self.widths and rule == "reject":
+            raise PromptError(
+                "accept 'reject' draws other tokens than plain decoding, which exact decoding promises"
+            )
+        rule = "match" if self.widths else rule
         request = _Request(
             tokens=tokens,
             chooser=make_chooser(
@@ -267,11 +278,27 @@ class Session:
 
     # Inside
 
+    def _set_widths(self) -> None:
+        """Of the widths those whose rows can be taken back from a recurrent state by rollback slots: a checkpoint would decode
+        them again at another."""
+        if self._native.recurrent:
+            self.widths = tuple(width for width in self.widths if width <= self._native.n_slots + 1)
+        if not self.widths:
+            raise LoadError(
+                f"exact decoding needs more rollback slots than {self._native.n_slots}: raise the batch "
+                f"({self._settings.batch}), or leave exact out"
+            )
+        self._native.set_widths(list(self.widths))
+
     def _make_plain_context(self, pace: _native.Pacing | None) -> None:
         """Gives a recurrent target a context without rollback slots, where rounds without drafts are cheaper."""
         if self._tried_plain_context:
             return
         self._tried_plain_context = True
+        if self.widths and self.widths[0] > 1:  # rows that fill a round up are taken back from slots
+            if pace is not None:
+                pace.plain_in_place()
+            return
         try:
             context = make_target_context(
                 self.model.weights, replace(self._settings, batch=1), n_ctx=self.n_ctx, depth=0, n_slots=0
@@ -294,9 +321,10 @@ class Session:
         self._check_open()
         if not tokens:
             raise PromptError("the prompt is empty")
-        if len(tokens) > self.n_ctx:
+        n_most = self.n_ctx + 1 - self._native.min_width  # the last token's round may be filled up
+        if len(tokens) > n_most:
             raise PromptError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.n_ctx}: shorten it or raise --ctx"
+                f"the prompt has {len(tokens)} tokens, the context holds {n_most}: shorten it or raise --ctx"
             )
         bad = next((t for t in tokens if not 0 <= t < self.model.vocab.n_tokens), None)
         if bad is not None:
@@ -372,6 +400,7 @@ class Generation(Iterator[str]):
             depth=request.depth,
             kernels=str(session.model.kernels),
             accept=request.rule,
+            widths=session.widths,
             n_prompt=len(request.tokens),
         )
         self._session = session

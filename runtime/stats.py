@@ -19,6 +19,7 @@ class Stats:
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     `kernels` says what computes small products on the CPU, and why.
     `accept` is the rule by which drafts stand (see `Session.generate`).
+    `widths` are the numbers of rows that decodes had, where they were limited to those that agree to the bit (`exact`).
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
     drafting nor verifying nor choosing.
@@ -37,6 +38,7 @@ class Stats:
     depth: int
     kernels: str = "stock"
     accept: str = "match"
+    widths: tuple[int, ...] = ()
     n_prompt: int = 0
     n_reused: int = 0
     n_rounds: int = 0

@@ -16,7 +16,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
-from . import kernel_choice, placement
+from . import _native, kernel_choice, placement
 from . import kernels as small_batch
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
@@ -128,12 +128,23 @@ class Weights:
         self._free()
 
 
-def make_target_context(weights: Weights, settings: Settings, *, n_ctx: int, depth: int, n_slots: int) -> Any:
+def make_target_context(
+    weights: Weights,
+    settings: Settings,
+    *,
+    n_ctx: int,
+    depth: int,
+    n_slots: int,
+    watched_by: _native.ProductInputs | None = None,
+) -> Any:
     """The target's context: rollback slots for `depth` drafts, and as many output rows as a verification has.
 
-    With depth 0 it is the plain context: no slots, one output row.
+    With depth 0 it is the plain context: no slots, one output row. `watched_by` must outlive it.
     """
     params = _params(settings, n_ctx)
+    if watched_by is not None:
+        params.cb_eval = type(params.cb_eval)(watched_by.callback)
+        params.cb_eval_user_data = watched_by.address
     params.n_batch = params.n_ubatch = min(settings.batch, n_ctx)
     params.n_rs_seq = min(n_slots, max(0, params.n_ubatch - 2))  # llama.cpp asserts n_ubatch > n_rs_seq + 1
     params.n_outputs_max = min(depth + 1, params.n_batch)

@@ -195,6 +195,11 @@ _LOAD_OPTIONS = (
         show_default=True,
         help="Count which tokens the model writes (never its text), to draft with those; kept in the cache folder.",
     ),
+    click.option(
+        "--exact",
+        is_flag=True,
+        help="Decode only as many rows at once as agree to the bit here, measured once: the text is the plain one by construction.",
+    ),
     click.option("--no-spec", is_flag=True, help="Decode plainly: the same as --spec-type none."),
     click.option("--force", is_flag=True, help="Use a sidecar although it was made for another model."),
     click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's own log."),
@@ -481,6 +486,10 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
         problem = cache_folder.problem()
         often = f"at every run, for {problem}" if problem else "once: a few seconds"
         note(f"measuring what drafting costs on this machine, {often}")
+    if model.exact:
+        rows = " or ".join(map(str, model.widths(model.n_ctx)))
+        alone = "" if model.widths(model.n_ctx)[0] == 1 else ", plain rounds too"
+        note(f"exact: every decode has {rows} rows{alone}, whose logits agree to the bit here")
     if model.learns and not counts_for(model.main).any():
         note(
             "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"

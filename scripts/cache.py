@@ -24,8 +24,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for a pr
 def command(ctx: click.Context, as_json: bool) -> None:
     """List or clear what runs have kept for the next one.
 
-    There are compact heads, hashes of model files, what drafting costs here and models that predict was told to keep, which are
-    made again when they are needed, and how often each model wrote each token (counts, never text). The folder is
+    There are compact heads, hashes of model files, what drafting costs here, which numbers of rows decode equally and models that
+    predict was told to keep, which are made again when they are needed, and how often each model wrote each token (counts, never text). The folder is
     $LLAMA_SIDECAR_CACHE, or llama-sidecar in your cache folder.
     """
     if ctx.invoked_subcommand is None:

@@ -11,6 +11,8 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
+from llama_sidecar.runtime.exactness import Exactness
+from llama_sidecar.runtime.exactness import recall as recall_exactness
 from llama_sidecar.runtime.kernel_choice import recall
 from llama_sidecar.runtime.kernels import kernel_set, types
 from llama_sidecar.runtime.llm import AUTO_DEPTH
@@ -30,24 +32,27 @@ def command(file: Path, as_json: bool) -> None:
 
     Reads headers only, so it is quick for any size. Sure matches are "verified" (made from the same checkpoint) or
     "same trunk, unverified"; a grafted head is "same family, unverified"; "unverified" alone means that nothing contradicts, as with
-    files made by other converters. Of a head that was grafted or requantised it says from what.
+    files made by other converters. Of a head that was grafted or requantised it says from what; of a main model also how many
+    rows in a decode agree to the bit on this machine, where --exact has measured it.
     """
     report = inspect(file)
-    kernels = _kernels(report)
+    kernels, exactness = _kernels(report), _exactness(report)
     if as_json:
-        click.echo(json.dumps(report.to_json() | {"kernels": kernels}, indent=2))
+        found = {"kernels": kernels, "exactness": [one.to_json() for one in exactness]}
+        click.echo(json.dumps(report.to_json() | found, indent=2))
         return
     console = tables()
-    console.print(_facts(report))
+    console.print(_facts(report, exactness))
     console.print(_types(report, kernels))
     console.print(_neighbours(report) if report.neighbours else _nothing_beside(report))
 
 
-def _facts(report: Report) -> Table:
+def _facts(report: Report, exactness: list[Exactness]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _fact_rows(report):
+    rows = [*_fact_rows(report), *(("equal rows here", str(one)) for one in exactness)]
+    for name, value in rows:
         table.add_row(name, escape(printable(value)))
     return table
 
@@ -106,6 +111,14 @@ def _kernels(report: Report) -> dict[str, dict[str, Any]]:
     gains = {trial.type.name: trial.ours_gains for trial in trials}
     used = (use.type for use in report.types)
     return {type: {"set": sets[type], "ours_gains": gains.get(type)} for type in used if type in sets}
+
+
+def _exactness(report: Report) -> list[Exactness]:
+    """How many rows of a main model decode equally here, for each of the settings where `--exact` has measured it."""
+    try:
+        return [] if report.role == "sidecar" else recall_exactness(read_model(report.path))
+    except LlamaSidecarError:  # no llama.cpp here: nothing runs at all
+        return []
 
 
 def _types(report: Report, kernels: dict[str, dict[str, Any]]) -> Table:

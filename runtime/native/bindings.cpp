@@ -13,6 +13,7 @@
 #include "generation.h"
 #include "log.h"
 #include "pace_bindings.h"
+#include "product_inputs.h"
 #include "sampling.h"
 #include "session.h"
 #include "smallbatch/bindings.h"
@@ -100,6 +101,15 @@ NB_MODULE(_native, m) {
             return argmax(values.data(), int32_t(values.size()));
         },
         "values"_a);
+
+    nb::class_<ProductInputs>(m, "ProductInputs", "For measuring: what goes into every product of a decode. See product_inputs.h.")
+        .def(
+            "__init__",
+            [](ProductInputs * self, uintptr_t handle) { new (self) ProductInputs(reinterpret_cast<void *>(handle)); }, "handle"_a)
+        .def_prop_ro("callback", [](const ProductInputs &) { return reinterpret_cast<uintptr_t>(&ProductInputs::watch); })
+        .def_prop_ro("address", [](const ProductInputs & self) { return reinterpret_cast<uintptr_t>(&self); })
+        .def("start", &ProductInputs::start, "n_rows"_a)
+        .def("take", &ProductInputs::take);
 
     nb::class_<Chooser>(m, "Chooser")
         .def(
@@ -219,6 +229,30 @@ NB_MODULE(_native, m) {
         .def("use_plain", &Session::use_plain, "plain"_a, no_gil)
         .def_prop_ro("is_plain", &Session::is_plain)
         .def("adopt", &Session::adopt, "tokens"_a = std::vector<llama_token>(), no_gil)
+        .def("set_widths", &Session::set_widths, "widths"_a)
+        .def_prop_ro("min_width", &Session::min_width)
+        .def_prop_ro("last_row", &Session::last_row)
+        .def("decode", &Session::decode, "rows"_a, no_gil)
+        .def(
+            "save",
+            [](Session & self) {
+                const Saved saved = self.save();
+                const auto bytes = [](const std::vector<uint8_t> & b) { return nb::bytes(b.data(), b.size()); };
+                return nb::make_tuple(bytes(saved.target), bytes(saved.drafter));
+            },
+            "The target's state and the drafter's.")
+        .def(
+            "restore",
+            [](Session & self, const nb::bytes & target, const nb::bytes & drafter, const std::vector<llama_token> & tokens) {
+                const auto bytes = [](const nb::bytes & b) {
+                    const uint8_t * data = static_cast<const uint8_t *>(b.data());
+                    return std::vector<uint8_t>(data, data + b.size());
+                };
+                const Saved saved{bytes(target), bytes(drafter)};
+                const nb::gil_scoped_release no_gil;
+                self.restore(saved, tokens);
+            },
+            "target"_a, "drafter"_a, "tokens"_a)
         .def("time_rows", &Session::time_rows, "tokens"_a, "n_rows"_a, "repeats"_a, no_gil)
         .def(
             "rewind", [](Session & self, int32_t n_standing) { self.target().rewind(n_standing); }, "n_standing"_a,

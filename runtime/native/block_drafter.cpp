@@ -63,6 +63,28 @@ void BlockDrafter::propose(llama_token last, int32_t n, Picker & picker, std::ve
 
 void BlockDrafter::catch_up() { inject(); }
 
+std::vector<uint8_t> BlockDrafter::state() {
+    ByteWriter out;
+    ctx_.put(out);
+    rows_.put(out);
+    out.put(uint64_t(n_alone_));
+    return out.take();
+}
+
+void BlockDrafter::restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) {
+    rows_.clear(llama_pos(tokens.size()));
+    ctx_.clear(rows_.first());
+    if (state.empty()) return;
+    ByteReader in(state);
+    uint64_t n_alone = 0;
+    ctx_.get(in);
+    rows_.get(in);
+    in.get(n_alone);
+    in.finish();
+    if (rows_.end() != llama_pos(tokens.size())) throw std::invalid_argument("a saved state is not that of this drafter");
+    n_alone_ = size_t(n_alone);
+}
+
 std::string BlockDrafter::meta(const char * key) const {
     char value[64] = {};
     return api().model_meta_val_str(ctx_.model(), key, value, sizeof value) < 0 ? "" : value;

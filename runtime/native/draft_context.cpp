@@ -30,6 +30,27 @@ void DraftContext::trim(llama_pos n) {
     n_cells_ = n;
 }
 
+void DraftContext::put(ByteWriter & out) const {
+    std::vector<uint8_t> cells(api().state_seq_get_size(ctx_, 0, 0));
+    if (api().state_seq_get_data(ctx_, cells.data(), cells.size(), 0, 0) != cells.size()) {
+        throw LibraryError("llama.cpp could not save the drafter's cells");
+    }
+    out.put(n_cells_);
+    out.put(cells);
+}
+
+void DraftContext::get(ByteReader & in) {
+    std::vector<uint8_t> cells;
+    llama_pos n_cells = 0;
+    in.get(n_cells);
+    in.get(cells);
+    clear();
+    if (api().state_seq_set_data(ctx_, cells.data(), cells.size(), 0, 0) == 0) {
+        throw LibraryError("llama.cpp could not take over the drafter's cells (" + std::to_string(cells.size()) + " bytes)");
+    }
+    n_cells_ = n_cells;
+}
+
 void DraftContext::start() {
     api().batch_clear(batch_);
     n_added_ = 0;

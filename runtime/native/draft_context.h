@@ -6,9 +6,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bytes.h"
 #include "llama_api.h"
 #include "picker.h"
 
@@ -26,6 +28,10 @@ class DraftContext {
     void clear(llama_pos first = 0);
     // Forgets the cells from position n on.
     void trim(llama_pos n);
+
+    // All cells, as llama.cpp serialises them, and back. Throws LibraryError when it refuses.
+    void put(ByteWriter & out) const;
+    void get(ByteReader & in);
 
     void start();
     // The next cell is of a token, of a row of `width` floats, or of both: token < 0 or row null leaves one out. Copies the row.
@@ -73,6 +79,16 @@ class WaitingRows {
     void pop(size_t n) {
         rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n * width_));
         first_ += llama_pos(n);
+    }
+
+    void put(ByteWriter & out) const {
+        out.put(first_);
+        out.put(rows_);
+    }
+    void get(ByteReader & in) {
+        in.get(first_);
+        in.get(rows_);
+        if (first_ < 0 || rows_.size() % width_ != 0) throw std::invalid_argument("a saved state has rows of another width");
     }
 
     const float * row(size_t i) const { return rows_.data() + i * width_; }

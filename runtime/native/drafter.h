@@ -48,6 +48,17 @@ class Drafter {
 
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
+
+    // What begin() and observe() have made of the tokens so far, for restore(): changes nothing. Empty where it is not worth keeping.
+    virtual std::vector<uint8_t> state() { return {}; }
+
+    // Stands for begin() and observe(0, tokens ...): takes over a state() of the same kind behind these tokens. With an empty one a
+    // drafter that reads hidden rows begins anew behind them, and its first drafts are worse; this default is for one that
+    // reads none. Throws std::invalid_argument for bytes that are no state, LibraryError when llama.cpp refuses them.
+    virtual void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & /*state*/) {
+        begin();
+        if (!tokens.empty()) observe(0, tokens.data(), nullptr, int32_t(tokens.size()));
+    }
 };
 
 struct DrafterOptions {

@@ -18,7 +18,7 @@ std::optional<std::string> Generation::round(Session & session) {
     need_ = Need::nothing;
     if (end_ == End::none && session.cancelled) end_ = End::cancelled;
     if (end_ != End::none) return {};
-    const int32_t n_room = limits_.n_ctx - session.n_past() - 1;  // beside the last token, which is not decoded yet
+    const int32_t n_room = limits_.n_ctx - session.n_past() - session.min_width();  // beside the last token, not decoded yet
     if (n_room < 0) {
         end_ = End::length;
         return {};

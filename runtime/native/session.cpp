@@ -37,8 +37,27 @@ void Session::clear() {
     if (drafter_) drafter_->begin();
 }
 
+void Session::set_widths(std::vector<int32_t> widths) {
+    const int32_t n_kept = main_target_.recurrent() ? main_target_.n_slots() + 1 : main_target_.n_batch();
+    const int32_t most = std::min(main_target_.n_batch(), n_kept);
+    if (!widths.empty() && (widths.front() < 1 || widths.back() > most || !std::is_sorted(widths.begin(), widths.end()))) {
+        throw std::invalid_argument("decodes of " + std::to_string(widths.front()) + " to " + std::to_string(widths.back()) +
+                                    " rows: here they have 1 to " + std::to_string(most));
+    }
+    widths_ = std::move(widths);
+}
+
 void Session::feed(const std::vector<llama_token> & tokens, bool wants_logits) {
     use_plain(false);  // the plain context decodes a row at a time
+    if (wants_logits && !widths_.empty()) {
+        if (tokens.size() > 1) feed({tokens.begin(), tokens.end() - 1}, false);
+        observe_block();
+        block_.assign(1, tokens.back());
+        decode_block();
+        target_->rewind(block_pos_ + 1);
+        n_emitted_ = 0;
+        return;
+    }
     observe_block();
     block_pos_ = target_->n_past();
     target_->decode(tokens.data(), int32_t(tokens.size()), wants_logits ? Outputs::last : Outputs::none);
@@ -57,20 +76,20 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
 
     if (drafter_) {
         observe_block();
-        const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch()) - 1;
-        if (!is_plain() && std::min(depth, n_room) > 0) {
+        const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch());
+        const int32_t n_drafts = std::min(depth, widest(std::min(depth + 1, n_room)) - 1);
+        if (!is_plain() && n_drafts > 0) {
             if (lacks_rows_) adopt();
             Picker & picker = chooser.picker() != nullptr ? *chooser.picker() : best_picker();
             picker.begin();
-            drafter_->propose(last_, std::min(depth, n_room), picker, round.drafts);
+            drafter_->propose(last_, n_drafts, picker, round.drafts);
         }
     }
     round.draft_s = seconds_since(mark);
 
-    block_pos_ = target_->n_past();
     block_.assign(1, last_);
     block_.insert(block_.end(), round.drafts.begin(), round.drafts.end());
-    target_->decode(block_.data(), int32_t(block_.size()), Outputs::all, true);
+    decode_block();
     target_->logits(0);  // waits for the backend, so that its time is counted here
     round.verify_s = seconds_since(mark);
 
@@ -81,6 +100,22 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
     keep(n_emitted_);
     round.accept_s = seconds_since(mark);
     return round;
+}
+
+// The most rows that a decode of up to `n` may have, or the least there may be.
+int32_t Session::widest(int32_t n) const {
+    if (widths_.empty()) return n;
+    const auto above = std::upper_bound(widths_.begin(), widths_.end(), n);
+    return above == widths_.begin() ? widths_.front() : *(above - 1);
+}
+
+// Decodes block_ so that all or part of it can be taken back; further rows fill it up to one of widths_.
+void Session::decode_block() {
+    block_pos_ = target_->n_past();
+    std::vector<llama_token> rows = block_;
+    const auto width = std::lower_bound(widths_.begin(), widths_.end(), int32_t(rows.size()));
+    if (width != widths_.end()) rows.resize(size_t(*width), rows.back());
+    target_->decode(rows.data(), int32_t(rows.size()), Outputs::all, true);
 }
 
 void Session::catch_up() {
@@ -106,6 +141,27 @@ void Session::keep(int32_t n) {
     last_ = block_[n];
     n_emitted_ = n;
     block_.resize(n + 1);
+}
+
+Saved Session::save() {
+    observe_block();
+    n_emitted_ = 0;
+    return {target_->state(), drafter_ ? drafter_->state() : std::vector<uint8_t>()};
+}
+
+void Session::restore(const Saved & saved, const std::vector<llama_token> & tokens) {
+    if (tokens.empty()) throw std::invalid_argument("restore behind no tokens");
+    clear();
+    target_->restore(saved.target, int32_t(tokens.size()) - 1);
+    if (drafter_) drafter_->restore({tokens.begin(), tokens.end() - 1}, saved.drafter);
+    last_ = tokens.back();
+}
+
+void Session::decode(const std::vector<llama_token> & rows) {
+    use_plain(false);
+    target_->decode(rows.data(), int32_t(rows.size()), Outputs::all);
+    target_->logits(0);  // waits for the backend
+    block_.clear();
 }
 
 std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, int32_t n_rows, int32_t repeats) {

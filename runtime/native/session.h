@@ -7,7 +7,8 @@
 //   step(...)          a round at a time; each returns 1 .. depth+1 tokens
 //   keep(n)            optional, before the next step or feed: only the first n tokens of the last step were used
 // After any number of steps feed() may follow again: its first token must be the last one emitted (`last()`), which
-// the target has not decoded yet. After an exception only clear() may follow.
+// the target has not decoded yet. After an exception only clear() or restore() may follow.
+// save() may come between any two of them, and restore() puts another session of the same model where it was.
 //
 // The design's source is ARCHITECTURE.md, "The round": one head decode over the rows accepted in the previous round
 // plus `last`, then a decode per further depth; the target's rewind is deferred to its next decode.
@@ -35,6 +36,11 @@ struct Round {
     double accept_s = 0.0;  // choosing tokens
 };
 
+// Where a sequence stands: the target's state of all tokens but the last, and what the drafter has made of them.
+struct Saved {
+    std::vector<uint8_t> target, drafter;
+};
+
 class Session {
   public:
     // `ctx` is not owned. Without a drafter every step decodes one row. `vocab` is that of a drafter with a compact head, else null;
@@ -45,7 +51,16 @@ class Session {
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
     llama_token first(Chooser & chooser);
 
-    // One round with at most `depth` drafts; fewer where the context's end or its batch is near. Needs n_past() < n_ctx.
+    // From now on every row whose logits choose a token is decoded in one of these numbers of rows (ascending), so that where
+    // they agree to the bit it does not matter in which. Rows that are missing are filled up and taken back at once. A prompt's
+    // last token is then decoded by itself. None: as many as there are. Throws std::invalid_argument for more rows than a
+    // decode here can have, or than can be taken back without a checkpoint.
+    void set_widths(std::vector<int32_t> widths);
+    // The least rows of a decode: as many positions must be free for a step.
+    int32_t min_width() const { return widths_.empty() ? 1 : widths_.front(); }
+
+    // One round with at most `depth` drafts; fewer where the context's end or its batch is near, or as set_widths() says.
+    // Needs n_past() + min_width() <= n_ctx.
     Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
     void keep(int32_t n);
     // Gives it a second context of the same model, without rollback slots, for use_plain(). Not owned. Once, at any time.
@@ -73,6 +88,18 @@ class Session {
     // Ends the running text after its current round. Set from any thread.
     std::atomic<bool> cancelled{false};
 
+    // Settles what the last step has left open: keep() may not follow. The last token goes with the caller: last().
+    Saved save();
+    // Goes on behind `tokens`, of which the last is not decoded yet, with what save() said there; `saved.drafter` may be empty,
+    // and is of the same kind otherwise. Throws what Target::restore and Drafter::restore throw.
+    void restore(const Saved & saved, const std::vector<llama_token> & tokens);
+
+    // For measuring: decodes these rows behind the sequence, all of them output; it then ends with them. No drafter sees them.
+    void decode(const std::vector<llama_token> & rows);
+
+    // The row of the last decode whose logits follow the last token of a prompt.
+    int32_t last_row() const { return int32_t(block_.size()) - 1; }
+
     // For benchmarks: the seconds of each of `repeats` decodes of n_rows of `tokens` (in their order, over and over), all
     // rows output, as a verification decodes them. One width in a row, so that llama.cpp re-uses its graph: the first
     // one builds it. Follows the sequence as it stands; begins a new one where the context ends. Only clear() may follow.
@@ -84,6 +111,8 @@ class Session {
 
   private:
     void observe_block();
+    void decode_block();
+    int32_t widest(int32_t n) const;
 
     Target main_target_;
     std::unique_ptr<Target> plain_target_;  // or null
@@ -93,6 +122,7 @@ class Session {
     std::vector<llama_token> seen_;        // since its rows were looked after
     bool lacks_rows_ = false;              // for some of seen_
     llama_token last_ = -1;
+    std::vector<int32_t> widths_;
 
     // The last decode as far as the drafter has not seen it: its rows lie in the target's buffers until the next one.
     std::vector<llama_token> block_;

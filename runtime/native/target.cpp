@@ -97,6 +97,11 @@ void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
     if (api().state_seq_set_data(ctx_, state.data(), state.size(), 0, 0) == 0) {
         throw LibraryError("llama.cpp could not take over a sequence's state of " + std::to_string(state.size()) + " bytes");
     }
+    const llama_pos n_held = api().memory_seq_pos_max(api().get_memory(ctx_), 0) + 1;
+    if (n_held != n_past) {
+        throw LibraryError("a sequence's state has " + std::to_string(n_held) + " positions, " + std::to_string(n_past) +
+                           " were expected");
+    }
     n_past_ = n_cells_ = n_past;
     dirty_ = false;
 }

@@ -71,6 +71,33 @@ class Eagle3 final : public Drafter {
         if (!tokens_.empty()) decode(false);
     }
 
+    std::vector<uint8_t> state() override {
+        ByteWriter out;
+        ctx_.put(out);
+        rows_.put(out);
+        out.put(tokens_);
+        out.put(uint64_t(n_alone_));
+        return out.take();
+    }
+
+    void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) override {
+        begin();
+        rows_.clear(llama_pos(tokens.size()));
+        ctx_.clear(rows_.first());
+        if (state.empty()) return;
+        ByteReader in(state);
+        uint64_t n_alone = 0;
+        ctx_.get(in);
+        rows_.get(in);
+        in.get(tokens_);
+        in.get(n_alone);
+        in.finish();
+        if (tokens_.size() > rows_.size() || rows_.end() != llama_pos(tokens.size())) {
+            throw std::invalid_argument("a saved state is not that of this eagle3 head");
+        }
+        n_alone_ = size_t(n_alone);
+    }
+
   private:
     // The layer after the last one stands for the target's last hidden row.
     std::vector<int32_t> target_layers(const DrafterOptions & options) const {

@@ -87,6 +87,39 @@ class Mtp final : public Drafter {
         forget();
     }
 
+    std::vector<uint8_t> state() override {
+        ByteWriter out;
+        ctx_.put(out);
+        rows_.put(out);
+        out.put(tokens_);
+        out.put(n_true_);
+        out.put(uint64_t(n_alone_));
+        out.put(carry_);
+        return out.take();
+    }
+
+    void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) override {
+        begin_at(llama_pos(tokens.size()), 0);
+        if (state.empty()) return;
+        ByteReader in(state);
+        std::vector<llama_pos> n_true;
+        uint64_t n_alone = 0;
+        ctx_.get(in);
+        rows_.get(in);
+        in.get(tokens_);
+        in.get(n_true);
+        in.get(n_alone);
+        in.get(carry_);
+        in.finish();
+        const auto [least, most] = std::minmax_element(n_true.begin(), n_true.end());
+        if (n_true.size() != n_true_.size() || tokens_.size() != rows_.size() || carry_.size() != rows_.width() ||
+            rows_.end() != llama_pos(tokens.size()) || *least < rows_.first() || *most > rows_.end()) {
+            throw std::invalid_argument("a saved state is not that of this mtp head");
+        }
+        n_true_ = n_true;
+        n_alone_ = size_t(n_alone);
+    }
+
   private:
     // llama.cpp can hand out hidden rows of the output rows alone ("masked") or of all. Its graphs differ: some crop the
     // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST

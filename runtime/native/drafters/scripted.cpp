@@ -18,6 +18,8 @@ class Scripted final : public Drafter {
 
     void observe(int32_t pos, const llama_token *, const float *, int32_t n) override { n_observed_ = pos + n; }
 
+    void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> &) override { n_observed_ = int32_t(tokens.size()); }
+
     void propose(llama_token, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         for (int32_t i = 0; i < n; ++i) {
             const size_t pos = size_t(n_observed_) + 1 + size_t(i);

@@ -45,6 +45,7 @@ std::string resolve(void * handle, Library & library) {
     find(library.graph_compute, "ggml_backend_graph_compute");
     find(library.alloc_tensors, "ggml_backend_alloc_ctx_tensors_from_buft");
     find(library.tensor_set, "ggml_backend_tensor_set");
+    find(library.tensor_get, "ggml_backend_tensor_get");
     find(library.n_bytes, "ggml_nbytes");
     find(library.supports_op, "ggml_backend_dev_supports_op");
     find(library.proc_address, "ggml_backend_reg_get_proc_address");

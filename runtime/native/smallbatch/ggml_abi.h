@@ -164,6 +164,7 @@ struct Library {
     int32_t (*graph_compute)(Backend *, Graph *);
     Buffer * (*alloc_tensors)(Context *, BufferType *);
     void (*tensor_set)(Tensor *, const void *, size_t offset, size_t n_bytes);
+    void (*tensor_get)(const Tensor *, void *, size_t offset, size_t n_bytes);
     size_t (*n_bytes)(const Tensor *);
     bool (*supports_op)(Device *, const Tensor *);
     void * (*proc_address)(Registry *, const char *);
