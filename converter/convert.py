@@ -8,26 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 from llama_sidecar.converter.borrowed import origin_keys, with_head_of
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint
-from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.drafts import Draft, draft_of
-from llama_sidecar.converter.drafts.convert import convert_draft
-from llama_sidecar.converter.errors import BadDraftVocab, BadImatrix, NoHead, NoTarget, OutputFailed
+from llama_sidecar.converter.config import Config
+from llama_sidecar.converter.drafts import Draft, draft_inside, draft_of
+from llama_sidecar.converter.drafts.convert import convert_draft, draft_warnings, open_draft, plan_draft
+from llama_sidecar.converter.drafts.target import of_model
+from llama_sidecar.converter.errors import (
+    BadDraftVocab,
+    BadImatrix,
+    HeadMismatch,
+    NoHead,
+    NoTarget,
+    OutputFailed,
+)
 from llama_sidecar.converter.families import Family, Layout, Placement, family_of
+from llama_sidecar.converter.file_plan import FilePlan, file_header
 from llama_sidecar.converter.fingerprints import fingerprint_keys
-from llama_sidecar.converter.general import add_general_keys, file_name
+from llama_sidecar.converter.general import file_name
 from llama_sidecar.converter.imatrix import Imatrix, read_imatrix
 from llama_sidecar.converter.kept import keep
-from llama_sidecar.converter.plan import Planned, account, canonical_tensors, plan
+from llama_sidecar.converter.plan import account, canonical_tensors, plan
 from llama_sidecar.converter.quantize import check_libggml, libggml_path, uses_importance
 from llama_sidecar.converter.recipe import (
     Recipe,
@@ -41,9 +49,7 @@ from llama_sidecar.converter.tokenizer import vocabulary_keys
 from llama_sidecar.converter.writer import (
     GGUFFile,
     Progress,
-    add_keys,
     check_targets,
-    new_header,
     write_files,
 )
 from llama_sidecar.sidecars import (
@@ -84,16 +90,6 @@ class ConvertResult:
     def to_json(self) -> dict[str, Any]:
         """The same as a JSON object, with the schema's version first."""
         return {"schema": 1} | {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """A file to be: where, in which types, with which keys of its architecture, and its tensors in order."""
-
-    path: Path
-    recipe: Recipe
-    keys: dict[str, Key]
-    tensors: list[Planned]
 
 
 @dataclass(frozen=True)
@@ -174,34 +170,30 @@ def convert(
     """
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
     with open_checkpoint(checkpoint) as opened, ExitStack() as others:
-        draft = draft_of(opened.config)
+        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix)
         if draft is not None:
-            if imatrix is not None or draft_vocab is not None or mtp_from is not None:
-                raise NoTarget(
-                    f"{opened.folder} is a drafter's checkpoint: no main file and no compact sidecar is made of it, nor has it a head"
-                )
             return _convert_draft(opened, draft, target, Path(out), sidecar_type, name, force, progress)
-        if target is not None:
-            raise NoTarget(
-                f"{opened.folder} is {opened.config.architecture}, which drafts for no other model: leave --target out"
-            )
-        family = family_of(opened.config)
-        tensors = canonical_tensors(opened.tensors, family)
+        family, inside = family_of(opened.config), draft_inside(opened.config)
+        check_inside(opened, inside, mtp_from, draft_vocab)
+        tensors = canonical_tensors(without_drafter(opened.tensors, inside), family)
         base = others.enter_context(open_checkpoint(mtp_from)) if mtp_from is not None else None
         if base:
             tensors = with_head_of(base, opened, family, tensors)
         layout = family.layout(opened.config, tensors.keys())
         account(layout, tensors)
-        if not layout.head and wanted.needs_head:
+        if not layout.head and not inside and wanted.needs_head:
             raise NoHead(
                 f"{opened.place} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
         planned = plan_files(wanted, opened.config, family, layout, tensors, name or opened.name)
+        common = vocabulary_keys(opened, family.VOCABULARY)
+        if inside:
+            drafter = open_draft(opened, inside[0], of_model(opened, common, {}))
+            account(drafter.layout, drafter.tensors)
+            planned = with_drafter(planned, plan_draft(drafter, wanted.out, sidecar_type, name))
         files, targets, cut = planned.files, planned.targets, planned.compact
         check_targets(targets, force)
-        check_libggml(tensor.type for file in files.values() for tensor in file.tensors)
-
-        common = vocabulary_keys(opened, family.VOCABULARY)
+        check_libggml(tensor.type for file in files.values() for tensor in file.weights)
         n_threads = opened.place.reading.n_threads
         common |= fingerprint_keys(layout, tensors, opened.config, common[published.TOKENS], n_threads)
         source = _source(opened, imatrix)
@@ -209,9 +201,7 @@ def convert(
             files["sidecar"].keys.update(origin_keys(base, family, common, n_threads))
             source += "\n".join(["", str(base.place), *base.place.meter.versions])
         whole = {
-            role: GGUFFile(
-                file.path, file_header(file, opened, family.ARCH, common, name), file.tensors, source
-            )
+            role: GGUFFile(file.path, file_header(file, opened, common, name), file.tensors, source)
             for role, file in files.items()
         }
 
@@ -227,10 +217,10 @@ def convert(
     return ConvertResult(
         main=main.path if main else None,
         sidecar=sidecar.path if sidecar else None,
-        kind=KIND if sidecar else None,
+        kind=None if not sidecar else inside[0].KIND if inside else KIND,
         main_bytes=n_bytes.get("main", 0),
         sidecar_bytes=n_bytes.get("sidecar", 0),
-        n_head_tensors=len(layout.head),
+        n_head_tensors=len(sidecar.tensors) if sidecar and inside else len(layout.head),
         main_type=main.recipe.name if main else None,
         sidecar_type=sidecar.recipe.name if sidecar else None,
         compact=cut,
@@ -239,6 +229,57 @@ def convert(
         read_bytes=sum(meter.n_read for meter in meters),
         checkpoint_bytes=sum(meter.n_total for meter in meters),
         warnings=opened.warnings + layout.warnings + planned.warnings,
+    )
+
+
+def stand_alone(
+    opened: Checkpoint,
+    target: str | Path | None,
+    mtp_from: str | Path | None,
+    draft_vocab: int | None,
+    imatrix: str | Path | None,
+) -> Draft | None:
+    """The drafter whose own checkpoint it is; None for a model's. Raises NoTarget for options of the other sort."""
+    draft = draft_of(opened.config)
+    if draft is not None and any(one is not None for one in (imatrix, draft_vocab, mtp_from)):
+        raise NoTarget(
+            f"{opened.place} is a drafter's checkpoint: no main file and no compact sidecar is made of it, nor has it a head"
+        )
+    if draft is None and target is not None:
+        raise NoTarget(
+            f"{opened.place} is {opened.config.architecture}, which drafts for no other model: leave --target out"
+        )
+    return draft
+
+
+Inside = tuple[Draft, str] | None  # a drafter in a model's checkpoint, and how its tensors' names begin
+
+
+def check_inside(
+    opened: Checkpoint, inside: Inside, mtp_from: str | Path | None, draft_vocab: int | None
+) -> None:
+    """Raises HeadMismatch and BadDraftVocab for what a drafter that is a model of its own cannot have."""
+    if inside and mtp_from is not None:
+        raise HeadMismatch(
+            f"{opened.place} holds a drafter ({KINDS[inside[0].KIND].title}): leave --mtp-from out to convert that"
+        )
+    if inside and draft_vocab is not None:
+        raise BadDraftVocab(
+            f"{opened.place} holds {KINDS[inside[0].KIND].title}, of which no compact sidecar is made: leave --draft-vocab out"
+        )
+
+
+def without_drafter(tensors: Mapping[str, Tensor], inside: Inside) -> dict[str, Tensor]:
+    """The main model's tensors."""
+    return {name: t for name, t in tensors.items() if not (inside and name.startswith(inside[1]))}
+
+
+def with_drafter(planned: Plan, file: FilePlan) -> Plan:
+    """A plan of the main file, if it is wanted, with a drafter's sidecar."""
+    return replace(
+        planned,
+        files=planned.files | {"sidecar": file},
+        warnings=planned.warnings + draft_warnings(file),
     )
 
 
@@ -308,7 +349,11 @@ def plan_files(
         keys |= wanted.importance.keys() if wanted.importance else {}
         path = wanted.out / file_name(name, main.name)
         files["main"] = FilePlan(
-            path, main, keys, keep(plan(parts, tensors, types, wanted.importance), main, family.ARCH)
+            family.ARCH,
+            path,
+            main,
+            keys,
+            keep(plan(parts, tensors, types, wanted.importance), main, family.ARCH),
         )
     cut = None
     if layout.head:
@@ -318,7 +363,7 @@ def plan_files(
         types = sidecar.types(_shapes(parts), model_of(family.ARCH, keys))
         path = wanted.out / file_name(name, sidecar.name, KINDS[KIND].prefix)
         files["sidecar"] = FilePlan(
-            path, sidecar, keys, keep(plan(parts, tensors, types), sidecar, family.ARCH)
+            family.ARCH, path, sidecar, keys, keep(plan(parts, tensors, types), sidecar, family.ARCH)
         )
         if wanted.draft_vocab is not None:
             _check_draft_vocab(wanted.draft_vocab, layout)
@@ -333,9 +378,9 @@ def _shapes(placements: Iterable[Placement]) -> list[tuple[str, tuple[int, ...]]
 
 def _type_warnings(main: FilePlan | None, sidecar: FilePlan | None, imatrix: Imatrix | None) -> Iterator[str]:
     if main and imatrix:
-        yield from imatrix.warnings(t.name for t in main.tensors if uses_importance(t.type))
+        yield from imatrix.warnings(t.name for t in main.weights if uses_importance(t.type))
     if sidecar:
-        yield from head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in sidecar.tensors})
+        yield from head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in sidecar.weights})
 
 
 def _check_draft_vocab(n_rows: int, layout: Layout) -> None:
@@ -356,16 +401,6 @@ def _cutting(sidecar: Path, n_rows: int, path: Path, progress: Progress | None) 
             yield
     except UnwritableFile as error:
         raise OutputFailed(str(error)) from error
-
-
-def file_header(
-    file: FilePlan, checkpoint: Checkpoint, arch: str, common: Mapping[str, Key], name: str | None
-) -> gguf.GGUFWriter:
-    """A file's header, `common` being the keys that it shares with the other file."""
-    header = new_header(arch, file.tensors)
-    add_general_keys(header, checkpoint, name, file.recipe.file_type)
-    add_keys(header, {**file.keys, **common})
-    return header
 
 
 def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:

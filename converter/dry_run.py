@@ -18,16 +18,27 @@ from typing import Any
 from llama_sidecar.converter.borrowed import with_head_of
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint, read_config, read_object
 from llama_sidecar.converter.config import Config, Key
-from llama_sidecar.converter.convert import FilePlan, Plan, Wanted, file_header, plan_files
-from llama_sidecar.converter.drafts import draft_of
+from llama_sidecar.converter.convert import (
+    Plan,
+    Wanted,
+    check_inside,
+    plan_files,
+    stand_alone,
+    with_drafter,
+    without_drafter,
+)
+from llama_sidecar.converter.drafts import draft_inside
+from llama_sidecar.converter.drafts.convert import D2T, draft_warnings, open_draft, plan_draft, target_for
+from llama_sidecar.converter.drafts.convert import Opened as OpenedDraft
+from llama_sidecar.converter.drafts.target import of_model
 from llama_sidecar.converter.errors import (
     BadConfig,
     ConversionError,
     NotACheckpoint,
     NoWeights,
-    UnsupportedModel,
 )
 from llama_sidecar.converter.families import Family, Layout, Placement, Source, family_of
+from llama_sidecar.converter.file_plan import FilePlan, file_header
 from llama_sidecar.converter.head_account import (
     OWN_VOCABULARY,
     VOCABULARY,
@@ -84,6 +95,9 @@ class TensorReport:
 class DryRun:
     """What a conversion would do. `dropped` tensors are left out on purpose; with a `mismatch` it would refuse.
 
+    `head` is the account of an MTP head, `drafting` what its drafts cost; both are None where there is none, and of a drafter that
+    is a model of its own, whose memory is without the model it drafts for.
+
     `from_config`: there are no weights, and all is told from the configuration. Sizes in bytes.
     """
 
@@ -127,6 +141,7 @@ def dry_run(
     main_type: str | None = "Q8_0",
     sidecar_type: str | None = None,
     *,
+    target: str | Path | None = None,
     mtp_from: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
@@ -136,7 +151,8 @@ def dry_run(
 ) -> DryRun:
     """Say what `convert` would do with these arguments, and what running the files takes; writes nothing.
 
-    `checkpoint` may also be a config.json, or a folder that holds no weights. `n_ctx` is the context, in tokens, of the memory;
+    `checkpoint` may also be a config.json, or a folder that holds no weights. `target` is the model that a stand-alone drafter, which
+    needs its weights' headers, drafts for. `n_ctx` is the context, in tokens, of the memory;
     `acceptance` (0 to 1) the chance that a draft stands, for the speed-up. Raises a subclass of ConversionError, but none for
     tensors that are missing, left over or misshapen: those are in the result.
 
@@ -145,14 +161,23 @@ def dry_run(
     """
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
     with _opened(checkpoint) as (opened, from_config), ExitStack() as others:
-        if draft_of(opened.config) is not None:
-            raise UnsupportedModel(
-                f"{opened.place} is a stand-alone drafter's checkpoint; a dry run is of models with a head inside"
+        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix)
+        if draft is not None:
+            if from_config:
+                raise NoWeights(f"{opened.place} holds no weights, whose headers a drafter's dry run needs")
+            return _of_draft(
+                open_draft(opened, draft, target_for(opened, draft, target)),
+                opened,
+                wanted.out,
+                sidecar_type,
+                name,
+                n_ctx,
             )
-        family = family_of(opened.config)
+        family, inside = family_of(opened.config), draft_inside(opened.config)
+        check_inside(opened, inside, mtp_from, draft_vocab)
         if from_config:
             opened.tensors |= _declared(opened.config, family)
-        tensors = canonical_tensors(opened.tensors, family)
+        tensors = canonical_tensors(without_drafter(opened.tensors, inside), family)
         base = others.enter_context(open_checkpoint(mtp_from)) if mtp_from is not None else None
         if base:
             tensors = with_head_of(base, opened, family, tensors)
@@ -161,18 +186,29 @@ def dry_run(
         fitting = tensors | _stand_ins(layout, tensors, wrong)
         planned = plan_files(wanted, opened.config, family, layout, fitting, name or opened.name)
         common = _common_keys(opened, family, from_config)
+        reports = list(_tensor_reports(layout, fitting, planned.files))
+        if inside and not from_config:
+            drafter = open_draft(opened, inside[0], of_model(opened, common, {}))
+            wrong = wrong + mismatch(drafter.layout, drafter.tensors)
+            drafter = _fitting(drafter)
+            planned = with_drafter(planned, plan_draft(drafter, wanted.out, sidecar_type, name))
+            reports += _tensor_reports(drafter.as_head, drafter.tensors, planned.files)
+        left_out = (
+            ["the sidecar of its drafter is left out: there are no weights"] if inside and from_config else []
+        )
         if base:
             taken: dict[str, Key] = {published.MTP_FROM: base.name, published.GRAFT_TRUNK: FINGERPRINT}
             planned.files["sidecar"].keys.update(taken)
         files = [
-            _file_report(role, file, file_header(file, opened, family.ARCH, common, name))
+            _file_report(role, file, file_header(file, opened, common, name))
             for role, file in planned.files.items()
         ]
         if planned.compact:
             files.append(_compact_report(planned, common, draft_vocab or 0))
         main, sidecar = (planned.files.get(role) for role in ("main", "sidecar"))
-        plan = (main.tensors if main else [], sidecar.tensors if sidecar else [])
+        plan = (main.weights if main else [], sidecar.weights if sidecar else [])
         file_keys = (main.keys if main else {}, sidecar.keys if sidecar else {})
+        drafter_arch = sidecar.arch if sidecar and not layout.head else None
         meters = [one.place.meter for one in (opened, base) if one]
         return DryRun(
             checkpoint=str(opened.place),
@@ -180,18 +216,48 @@ def dry_run(
             arch=family.ARCH,
             files=files,
             free_bytes=_free_bytes(Path(out)),
-            tensors=list(_tensor_reports(layout, fitting, planned)),
+            tensors=reports,
             dropped=sorted(name for name in opened.tensors if family.DROPPED.search(name)),
             mismatch=wrong,
             head=parts_of(layout) if layout.head else None,
-            memory=memory(*plan, family.ARCH, *file_keys, n_ctx),
+            memory=memory(*plan, family.ARCH, *file_keys, n_ctx, drafter_arch=drafter_arch),
             drafting=drafting(*plan, family.ARCH, file_keys[0], layout.n_head_layers, acceptance)
-            if main and sidecar
+            if main and sidecar and layout.head
             else None,
             read_bytes=sum(meter.n_read for meter in meters),
             checkpoint_bytes=sum(meter.n_total for meter in meters),
-            warnings=opened.warnings + layout.warnings + planned.warnings,
+            warnings=opened.warnings + layout.warnings + planned.warnings + left_out,
         )
+
+
+def _of_draft(
+    one: OpenedDraft, opened: Checkpoint, out: Path, sidecar_type: str | None, name: str | None, n_ctx: int
+) -> DryRun:
+    """What the conversion of a drafter's own checkpoint would do."""
+    wrong, one = mismatch(one.layout, one.tensors), _fitting(one)
+    file = plan_draft(one, out, sidecar_type, name)
+    return DryRun(
+        checkpoint=str(opened.place),
+        from_config=False,
+        arch=file.arch,
+        files=[_file_report("sidecar", file, file_header(file, opened, {}, name))],
+        free_bytes=_free_bytes(out),
+        tensors=list(_tensor_reports(one.as_head, one.tensors, {"sidecar": file})),
+        dropped=sorted(opened.tensors.keys() - {tensor.name for tensor in one.tensors.values()} - {D2T}),
+        mismatch=wrong,
+        head=None,
+        memory=memory([], file.weights, file.arch, {}, file.keys, n_ctx, drafter_arch=file.arch),
+        drafting=None,
+        read_bytes=opened.place.meter.n_read,
+        checkpoint_bytes=opened.place.meter.n_total,
+        warnings=opened.warnings + one.layout.warnings + draft_warnings(file),
+    )
+
+
+def _fitting(one: OpenedDraft) -> OpenedDraft:
+    """A drafter with stand-ins for the tensors that are missing or misshapen."""
+    found = _stand_ins(one.layout, one.tensors, mismatch(one.layout, one.tensors))
+    return replace(one, tensors=one.tensors | found)
 
 
 # The checkpoint, or what a configuration says of one.
@@ -346,17 +412,19 @@ def _free_bytes(folder: Path) -> int:
 # The tensors.
 
 
-def _tensor_reports(layout: Layout, tensors: Mapping[str, Tensor], planned: Plan) -> Iterator[TensorReport]:
+def _tensor_reports(
+    layout: Layout, tensors: Mapping[str, Tensor], files: Mapping[str, FilePlan]
+) -> Iterator[TensorReport]:
     uses = Counter(s.name for p in (*layout.shared, *layout.trunk, *layout.head) for s in p.sources)
-    types = {role: {t.name: t.type.name for t in file.tensors} for role, file in planned.files.items()}
+    types = {role: {t.name: t.type.name for t in file.weights} for role, file in files.items()}
     placed = [
         *((p, ("main", "sidecar")) for p in layout.shared),
         *((p, ("main",)) for p in layout.trunk),
         *((p, ("sidecar",)) for p in layout.head),
     ]
     for placement, roles in placed:
-        files = {role: types[role][placement.name] for role in roles if role in types}
-        if files:
+        written = {role: types[role][placement.name] for role in roles if role in types}
+        if written:
             found = [tensors[source.name] for source in placement.sources]
             yield TensorReport(
                 name=placement.name,
@@ -364,7 +432,7 @@ def _tensor_reports(layout: Layout, tensors: Mapping[str, Tensor], planned: Plan
                 sources=[tensor.name for tensor in found],
                 stored=" and ".join(sorted({tensor.dtype for tensor in found})),
                 shape=list(placement.shape),
-                files=files,
+                files=written,
             )
 
 

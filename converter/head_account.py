@@ -166,16 +166,22 @@ def memory(
     head_keys: Mapping[str, Any],
     n_ctx: int,
     n_batch: int = 512,
+    *,
+    drafter_arch: str | None = None,
 ) -> Memory:
-    """Weights, caches in F16, and about the buffers that a decode of `n_batch` rows needs (the mask, and some rows of each width)."""
+    """Weights, caches in F16, and about the buffers that a decode of `n_batch` rows needs (the mask, and some rows of each width).
+
+    `drafter_arch` is that of a drafter which is a model of its own: of its vocabulary no row is left out.
+    """
     main, sidecar = list(main), list(sidecar)
     n_vocab = next((t.n_rows for t in (*main, *sidecar) if t.name == keys.TOKEN_EMBD), 0)
     n_rows = compact.default_n_rows(n_vocab) or n_vocab
 
     def kept(t: Planned) -> int:
-        return n_rows * t.row_bytes if t.name in VOCABULARY or t.name.endswith(OWN_VOCABULARY) else t.n_bytes
+        is_cut = t.name in VOCABULARY or t.name.endswith(OWN_VOCABULARY)
+        return n_rows * t.row_bytes if is_cut and drafter_arch is None else t.n_bytes
 
-    def cache(file_keys: Mapping[str, Any], tensors: Iterable[Planned], n_slots: int) -> int:
+    def cache(arch: str, file_keys: Mapping[str, Any], tensors: Iterable[Planned], n_slots: int) -> int:
         names = [t.name for t in tensors]
         return sum(layer_cache_bytes(arch, file_keys, names, n_ctx=n_ctx, n_slots=n_slots, n_batch=n_batch))
 
@@ -183,8 +189,8 @@ def memory(
     return Memory(
         n_ctx=n_ctx,
         main=sum(t.n_bytes for t in main),
-        main_cache=cache(main_keys, main, MAX_DEPTH) if main else 0,
+        main_cache=cache(arch, main_keys, main, MAX_DEPTH) if main else 0,
         head=sum(kept(t) for t in sidecar),
-        head_cache=cache(head_keys, sidecar, 0) if sidecar else 0,
+        head_cache=cache(drafter_arch or arch, head_keys, sidecar, 0) if sidecar else 0,
         buffers=n_batch * (2 * n_ctx + 4 * 4 * width),
     )

@@ -191,6 +191,11 @@ class Mismatch:
     unplaced: list[str]
     misshapen: dict[str, str]
 
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(
+            self.missing + other.missing, self.unplaced + other.unplaced, self.misshapen | other.misshapen
+        )
+
     def __bool__(self) -> bool:
         return bool(self.missing or self.unplaced or self.misshapen)
 

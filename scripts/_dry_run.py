@@ -58,7 +58,8 @@ def _files(found: DryRun) -> Iterator[tuple[str, ...]]:
 def _head(found: DryRun) -> Iterator[tuple[str, ...]]:
     head = found.head
     if head is None:
-        yield "none", "", "the main file alone is written"
+        if not any(file.role == "sidecar" for file in found.files):
+            yield "none", "", "the main file alone is written"
         return
     yield "projection", _count(head.projection), "joins a token's embedding with the hidden row before it"
     blocks = "one block" if head.n_blocks == 1 else f"{head.n_blocks} blocks"

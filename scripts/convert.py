@@ -126,16 +126,13 @@ def command(
         raise click.UsageError(f"--sidecar-only and --main-type {main_type} contradict each other")
     main = None if sidecar_only or main_type == NONE else main_type or "Q8_0"
     options: dict[str, Any] = {
+        "target": target,
         "mtp_from": mtp_from,
         "draft_vocab": draft_vocab,
         "imatrix": imatrix,
         "name": name,
     }
     if dry_run:
-        if target is not None:
-            raise click.UsageError(
-                "--dry-run is of models with a head inside, not of drafters that have a --target"
-            )
         _dry_run(checkpoint, out or Path(), main, sidecar_type, options, ctx, acceptance, as_json)
         return
     if out is None:
@@ -149,7 +146,6 @@ def command(
             main,
             sidecar_type,
             **options,
-            target=target,
             force=force,
             progress=show,
         )

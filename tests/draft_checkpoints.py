@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import numpy as np
 from checkpoints import DTYPES, Array, make_checkpoint, random_values, write_json, write_safetensors
 
@@ -16,8 +18,14 @@ from llama_sidecar.converter.drafts.target import Target, open_target
 TARGET = ("qwen35", "tied")
 FAMILYS_OWN = {"gemma4_assistant": ("gemma4", "dense")}  # drafters of one family: that family's variant
 DRAFTS = [
-    (name, variant) for name, draft in drafts().items() if name not in FAMILYS_OWN for variant in draft.TINY
+    (name, variant)
+    for name, draft in drafts().items()
+    if name not in FAMILYS_OWN and not draft.INSIDE
+    for variant in draft.TINY
 ]
+INSIDE = {
+    "deepseek4_dspark": ("deepseek4", "plain")
+}  # drafters in a model's checkpoint: that family's variant
 
 
 def make_target(parent: Path, name: str = "") -> Path:
@@ -55,3 +63,34 @@ def make_draft(parent: Path, name: str, variant: str, target: Path, **changes: A
     config = tiny_config(name, variant) | changes
     write_json(folder / "config.json", {k: v for k, v in config.items() if v is not None})
     return folder
+
+
+def inside_tensors(name: str, variant: str = "inside") -> dict[str, Array]:
+    """The model's tensors and the drafter's, whose parts of no stage stand in the last."""
+    draft, (arch, of_model) = drafts()[name], INSIDE[name]
+    config, optional = inside_config(name, variant), draft.TINY[variant][1]
+    n_layers, width = config["num_hidden_layers"], config["hidden_size"]
+    target = Target("", n_layers, width, config["vocab_size"], False, {}, {})
+    placements, _ = draft.layout(Config(config), optional, target)
+    found = checkpoints.tiny_tensors(arch, of_model, config=config)
+    for source in dict.fromkeys(source for placement in placements for source in placement.sources):
+        stage = source.name.removeprefix("layers.")
+        stored = f"mtp.{stage}" if stage != source.name else f"mtp.1.{source.name}"
+        dtype = "F32" if stored.endswith(checkpoints.KEPT_F32) else "BF16"
+        found[stored] = random_values(stored, source.shape).astype(DTYPES[dtype])
+    return found
+
+
+def inside_config(name: str, variant: str = "inside") -> dict[str, Any]:
+    return checkpoints.tiny_config(*INSIDE[name]) | drafts()[name].TINY[variant][0]
+
+
+def make_inside(parent: Path, name: str, tensors: Mapping[str, Array] | None = None, **changes: Any) -> Path:
+    """Writes a model's folder with a drafter inside, `tiny-NAME`; `changes` replace values of its config.json."""
+    return make_checkpoint(
+        parent,
+        *INSIDE[name],
+        tensors=inside_tensors(name) if tensors is None else tensors,
+        config=inside_config(name) | changes,
+        name=f"tiny-{name}",
+    )

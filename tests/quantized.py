@@ -278,16 +278,22 @@ PUBLISHED: Mapping[str, dict[re.Pattern[str], Method]] = {
 }
 
 
-def make_published(parent: Path, arch: str, variant: str) -> tuple[Path, Path]:
-    """A variant's folder as its family is published, and one with the same values in F32."""
+def make_published(
+    parent: Path,
+    arch: str,
+    variant: str,
+    tensors: Mapping[str, Array] | None = None,
+    config: dict[str, Any] | None = None,
+) -> tuple[Path, Path]:
+    """A variant's folder as its family is published, with other tensors or another config if given, and one with its values in F32."""
     stored: Parts = {}
     plain: Parts = {}
-    for name, tensor in tiny_tensors(arch, variant).items():
+    for name, tensor in (tensors or tiny_tensors(arch, variant)).items():
         method = next((method for names, method in PUBLISHED[arch].items() if names.search(name)), None)
         parts, values = method(name, tensor.shape) if method else ({name: tensor}, tensor)
         stored |= parts
         plain[name] = values
-    config = tiny_config(arch, variant)
+    config = config or tiny_config(arch, variant)
     said = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
     published = make_checkpoint(parent / "published", arch, variant, tensors=stored, config=config | said)
     return published, make_checkpoint(parent / "values", arch, variant, tensors=plain, config=config)

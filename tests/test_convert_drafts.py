@@ -13,11 +13,12 @@ import pytest
 from checkpoints import DTYPES, listing, write_safetensors
 from click.testing import CliRunner
 from draft_checkpoints import DRAFTS, make_draft, make_target, tiny_tensors
+from hub_server import REPOSITORY, hub
 
-from llama_sidecar.converter import convert
+from llama_sidecar.converter import convert, dry_run
 from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.drafts.target import open_target
-from llama_sidecar.converter.errors import BadConfig, NoTarget, TensorMismatch, UnsupportedModel
+from llama_sidecar.converter.errors import BadConfig, NoTarget, NoWeights, TensorMismatch, UnsupportedModel
 from llama_sidecar.runtime import load, reference
 from llama_sidecar.scripts.convert import command
 from llama_sidecar.sidecars import check_pair, open_main, open_sidecar, read_header
@@ -107,6 +108,55 @@ def test_the_command(target: Path, tmp_path: Path) -> None:
     ran = CliRunner().invoke(command, arguments)
     assert ran.exit_code == 0, ran.output
     assert "eagle3-My-model-Q8_0.gguf" in ran.output
+
+
+def test_a_dry_run_says_what_is_then_written(draft: tuple[str, Path], target: Path, tmp_path: Path) -> None:
+    said = dry_run(draft[1], tmp_path, None, "Q8_0", target=target)
+    made = convert(draft[1], tmp_path, None, "Q8_0", target=target)
+    assert made.sidecar and not said.mismatch
+    header = read_header(made.sidecar)
+    (file,) = said.files
+    assert (file.role, file.path, file.n_bytes) == ("sidecar", made.sidecar, made.sidecar.stat().st_size)
+    assert {t.name: t.files["sidecar"] for t in said.tensors} == {
+        name: info.type_name for name, info in header.tensors.items() if name != "d2t"
+    }
+    assert said.arch == header.arch and said.head is None and said.memory.main == 0
+    assert said.memory.head == sum(n for name, n in file.types.items() if name != "I64")
+
+
+def test_a_dry_run_names_every_tensor_and_needs_what_the_conversion_needs(
+    target: Path, tmp_path: Path
+) -> None:
+    tensors = tiny_tensors("eagle3", "sglang", open_target(target))
+    del tensors["norm.weight"]
+    folder = make_draft(tmp_path, "eagle3", "sglang", target)
+    write_safetensors(
+        folder / "model.safetensors", tensors | {"more.weight": np.zeros(2, np.float32), "t2d": np.zeros(2)}
+    )
+    said = dry_run(folder, tmp_path, target=target)
+    assert (said.mismatch.missing, said.dropped) == (["norm.weight"], ["t2d"])
+    assert said.mismatch.unplaced == ["more.weight (model.safetensors)"]
+    ran = CliRunner().invoke(command, [str(folder), "--target", str(target), "--dry-run"])
+    assert ran.exit_code == 1 and "eagle3-tiny-qwen35-tied-Q8_0.gguf" in ran.output
+    with pytest.raises(NoTarget, match="--target"):
+        dry_run(folder, tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(NoWeights, match="whose headers a drafter's dry run needs"):
+        dry_run(folder, tmp_path, target=target)
+
+
+def test_a_drafter_on_the_hub(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_draft(tmp_path, "dflash", "zlab", target)
+    near = convert(folder, tmp_path / "near", target=target, name="Any").sidecar
+    with hub(folder, monkeypatch, tmp_path / "cache"):
+        far = convert(f"hf://{REPOSITORY}", tmp_path / "far", target=target, name="Any").sidecar
+        (folder / "mask_embedding.pt").write_bytes(b"x")
+    assert near and far
+    ours, theirs = listing(near), listing(far)
+    assert ours["tensors"] == theirs["tensors"]
+    assert ours["keys"].items() <= theirs["keys"].items()  # which say where they come from besides
+    with hub(folder, monkeypatch, tmp_path / "other"), pytest.raises(UnsupportedModel, match="mask token"):
+        convert(f"hf://{REPOSITORY}", tmp_path / "more", target=target)
 
 
 def test_a_drafter_without_its_target_and_a_model_with_one(target: Path, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Stand-alone drafters: checkpoints of their own that are converted for a main model, ONE file each, found by scanning.
+"""Stand-alone drafters: models of their own that are converted for a main model, ONE file each, found by scanning.
 
-Unlike a family's head (families/) such a checkpoint has no tokenizer, and some of its sizes follow from the main model: it is
-converted with `--target`. A module holds
+Unlike a family's head (families/) such a drafter has no tokenizer, and some of its sizes follow from the main model. It is a
+checkpoint of its own, converted with `--target`, or it lies in the main model's. A module holds
 
     KIND            the kind of the sidecar it becomes (sidecars/kinds/)
     ARCH            its GGUF architecture
     CLASSES         the Hugging Face classes it converts
+    INSIDE          class of a main model that may hold it -> what says so in config.json, and how its tensors' names begin
     TINY            name of a variant -> (config.json, optional tensors it has): random checkpoints for the tests
     prepared(config)              the configuration without what differs between exports
     canonical(name, config)       a tensor's name without what differs between exports; "" for one that is dropped
@@ -36,6 +37,7 @@ class Draft(Protocol):
     KIND: str
     ARCH: str
     CLASSES: tuple[str, ...]
+    INSIDE: dict[str, tuple[str, str]]
     REFUSED: dict[str, str]
     TINY: dict[str, tuple[dict[str, object], frozenset[str]]]
 
@@ -64,4 +66,13 @@ def draft_of(config: Config) -> Draft | None:
     for draft in drafts().values():
         if config.architecture in draft.CLASSES:
             return draft
+    return None
+
+
+def draft_inside(config: Config) -> tuple[Draft, str] | None:
+    """The drafter that lies in a main model's checkpoint, and how its tensors' names begin; None where there is none."""
+    for draft in drafts().values():
+        key, prefix = draft.INSIDE.get(config.architecture, (None, ""))
+        if key and config.get(key) is not None:
+            return draft, prefix
     return None

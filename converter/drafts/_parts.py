@@ -141,6 +141,23 @@ def layer_numbers(name: str, value: Any) -> list[int]:
     return [int(n) for n in value]
 
 
+def layers_after(name: str, said: Any, target: Target) -> list[int]:
+    """The layers whose inputs are read, of a list that says whose outputs. Raises BadConfig."""
+    layers = [layer + 1 for layer in layer_numbers(name, said)]
+    if max(layers) > target.n_layers:
+        raise BadConfig(
+            f"config.json has {name} = {said}; expected layers below the {target.n_layers} of {target.name}"
+        )
+    return layers
+
+
+def mask_key(name: str, value: Any, target: Target) -> dict[str, Key]:
+    """The token that stands for what is to be drafted. Raises BadConfig."""
+    if type(value) is not int or not 0 <= value < target.n_vocab:
+        raise BadConfig(f"config.json has {name} = {value!r}; expected a token id below {target.n_vocab}")
+    return {"tokenizer.ggml.mask_token_id": value}
+
+
 def check_vocabulary(config: Config, target: Target) -> None:
     """Raises BadConfig where the drafter's vocabulary is not as large as the target's."""
     n_vocab = config.integer("vocab_size")

@@ -1,10 +1,9 @@
-"""The conversion of a stand-alone drafter, top to bottom: its target, the plan, the file, the check."""
+"""The conversion of a drafter that is a model of its own, top to bottom: its target, the plan, the file, the check."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +11,19 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.checkpoint import Checkpoint
-from llama_sidecar.converter.config import Config
+from llama_sidecar.converter.config import Config, Key
 from llama_sidecar.converter.drafts import Draft
-from llama_sidecar.converter.drafts.target import open_target
+from llama_sidecar.converter.drafts.target import Target, open_target
 from llama_sidecar.converter.errors import NoTarget, TensorMismatch, UnsupportedModel
 from llama_sidecar.converter.families import Layout
-from llama_sidecar.converter.general import add_general_keys, file_name
-from llama_sidecar.converter.plan import Planned, account, plan
+from llama_sidecar.converter.file_plan import FilePlan, file_header
+from llama_sidecar.converter.general import file_name
+from llama_sidecar.converter.kept import keep
+from llama_sidecar.converter.plan import account, plan
 from llama_sidecar.converter.quantize import check_libggml
 from llama_sidecar.converter.recipe import head_warnings, model_of, sidecar_recipe
 from llama_sidecar.converter.shards import Tensor
-from llama_sidecar.converter.writer import (
-    GGUFFile,
-    Progress,
-    add_keys,
-    check_targets,
-    new_header,
-    write_files,
-)
+from llama_sidecar.converter.writer import GGUFFile, Progress, check_targets, write_files
 from llama_sidecar.sidecars import KINDS, keys, open_sidecar
 
 D2T = "d2t"
@@ -48,7 +42,7 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class _Ids:
+class Ids:
     """`d2t`: for each row of the drafter's output the target's token id (n,)."""
 
     ids: npt.NDArray[np.int64]
@@ -73,10 +67,60 @@ class _Ids:
         return self.ids[start:stop].astype("<i8").view(np.uint8).reshape(-1, 8)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A drafter's own keys, and its tensors by canonical name with where they go; `ids` says which tokens its rows are for."""
+
+    draft: Draft
+    target: Target
+    keys: dict[str, Key]
+    layout: Layout
+    tensors: dict[str, Tensor]
+    ids: list[Ids]
+
+    @property
+    def as_head(self) -> Layout:
+        """The layout with all of its tensors in the sidecar, as a head's are."""
+        return replace(self.layout, trunk=[], head=self.layout.trunk)
+
+
+def open_draft(opened: Checkpoint, draft: Draft, target: Target) -> Opened:
+    """What a checkpoint's drafter is made of. Raises UnsupportedModel, BadConfig and TensorMismatch; misses no tensors yet."""
+    for file, content in draft.REFUSED.items():
+        if opened.place.has(file):
+            raise UnsupportedModel(f"{opened.place}: {file} holds {content}, which is not converted here")
+    config = draft.prepared(opened.config)
+    tensors = _canonical(opened, draft, config)
+    ids = _ids(config, draft, tensors.pop(D2T, None), target.n_vocab)
+    own_keys = draft.keys(config, tensors.keys(), target)
+    placements, warnings = draft.layout(config, tensors.keys(), target)
+    return Opened(draft, target, own_keys, Layout([], placements, [], 0, warnings), tensors, ids)
+
+
+def plan_draft(one: Opened, out: Path, sidecar_type: str | None, name: str | None) -> FilePlan:
+    """The sidecar to write, called after its target unless `name` says otherwise. Raises UnknownType."""
+    file_keys = dict(one.target.vocabulary) | one.keys | dict(one.target.fingerprints)
+    recipe, placements = sidecar_recipe(sidecar_type, may_keep=True), one.layout.trunk
+    types = recipe.types([(p.name, p.shape) for p in placements], model_of(one.draft.ARCH, file_keys))
+    weights = keep(plan(placements, one.tensors, types), recipe, one.draft.ARCH)
+    path = out / file_name(name or one.target.name, recipe.name, KINDS[one.draft.KIND].prefix)
+    return FilePlan(one.draft.ARCH, path, recipe, file_keys, weights, one.ids)
+
+
+def target_for(opened: Checkpoint, draft: Draft, target: str | Path | None) -> Target:
+    """The model that a drafter's own checkpoint is converted for. Raises NoTarget without one."""
+    if target is None:
+        raise NoTarget(
+            f"{opened.place} is {KINDS[draft.KIND].title} ({opened.config.architecture}), which drafts for another model: "
+            f"give that with --target, as a checkpoint or a main GGUF"
+        )
+    return open_target(target)
+
+
 def convert_draft(
     opened: Checkpoint,
     draft: Draft,
-    target_path: str | Path | None,
+    target: str | Path | None,
     out: Path,
     sidecar_type: str | None,
     *,
@@ -86,45 +130,25 @@ def convert_draft(
     progress: Progress | None = None,
 ) -> Converted:
     """Converts an opened drafter for its target; `source` as GGUFFile has it. Raises NoTarget without one, and what a conversion raises."""
-    if target_path is None:
-        raise NoTarget(
-            f"{opened.folder} is {KINDS[draft.KIND].title} ({opened.config.architecture}), which drafts for another model: "
-            f"give that with --target, as a checkpoint or a main GGUF"
-        )
-    for file, content in draft.REFUSED.items():
-        if os.path.exists(opened.folder / file):
-            raise UnsupportedModel(f"{opened.folder / file} holds {content}, which is not converted here")
-    target = open_target(target_path)
-    config = draft.prepared(opened.config)
-    tensors = _canonical(opened, draft, config)
-    ids = tensors.pop(D2T, None)
-    own_keys = draft.keys(config, tensors.keys(), target)
-    placements, warnings = draft.layout(config, tensors.keys(), target)
-    account(Layout([], [], placements, 0), tensors)
-
-    file_keys = dict(target.vocabulary) | own_keys | dict(target.fingerprints)
-    recipe = sidecar_recipe(sidecar_type)
-    types = recipe.types([(p.name, p.shape) for p in placements], model_of(draft.ARCH, file_keys))
-    planned: list[Planned | _Ids] = [
-        *plan(placements, tensors, types),
-        *_ids(config, draft, ids, target.n_vocab),
-    ]
-    path = out / file_name(name or target.name, recipe.name, KINDS[draft.KIND].prefix)
-    check_targets([path], force)
-    check_libggml(t.type for t in planned if t.type != GGMLType.I64)
-    header = new_header(draft.ARCH, planned)
-    add_general_keys(header, opened, name, recipe.file_type)
-    add_keys(header, file_keys)
+    one = open_draft(opened, draft, target_for(opened, draft, target))
+    account(one.layout, one.tensors)
+    file = plan_draft(one, out, sidecar_type, name)
+    check_targets([file.path], force)
+    check_libggml(t.type for t in file.weights)
 
     def check(written: Mapping[str, Path]) -> None:
         open_sidecar(written["sidecar"])
-        check_targets([path], force)
+        check_targets([file.path], force)
 
-    n_bytes = write_files(
-        {"sidecar": GGUFFile(path, header, planned, source)}, check, progress, opened.place.reading
-    )["sidecar"]
-    warnings += head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in planned})
-    return Converted(path, n_bytes, len(planned), recipe.name, opened.warnings + warnings)
+    whole = GGUFFile(file.path, file_header(file, opened, {}, name), file.tensors, source)
+    n_bytes = write_files({"sidecar": whole}, check, progress, opened.place.reading)["sidecar"]
+    said = opened.warnings + one.layout.warnings + draft_warnings(file)
+    return Converted(file.path, n_bytes, len(file.tensors), file.recipe.name, said)
+
+
+def draft_warnings(file: FilePlan) -> list[str]:
+    """What the types of its weights may cost."""
+    return head_warnings({t.name: (t.type, t.n_rows * t.n_cols) for t in file.weights})
 
 
 def _canonical(opened: Checkpoint, draft: Draft, config: Config) -> dict[str, Tensor]:
@@ -138,7 +162,7 @@ def _canonical(opened: Checkpoint, draft: Draft, config: Config) -> dict[str, Te
     return found
 
 
-def _ids(config: Config, draft: Draft, stored: Tensor | None, n_vocab: int) -> list[_Ids]:
+def _ids(config: Config, draft: Draft, stored: Tensor | None, n_vocab: int) -> list[Ids]:
     """The absolute ids: a checkpoint stores each less its row's number. Raises TensorMismatch."""
     n = draft.d2t(config)
     if n is None:
@@ -155,4 +179,4 @@ def _ids(config: Config, draft: Draft, stored: Tensor | None, n_vocab: int) -> l
             f"{D2T} gives token ids from {ids.min()} to {ids.max()}, {n - np.unique(ids).size} of them twice; "
             f"different ones below {n_vocab} are expected"
         )
-    return [_Ids(ids)]
+    return [Ids(ids)]

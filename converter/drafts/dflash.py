@@ -19,6 +19,7 @@ from llama_sidecar.sidecars.kinds.dflash import DEFAULT_BLOCK_SIZE, MAX_BLOCK_SI
 KIND = "dflash"
 ARCH = "dflash"
 CLASSES = ("DFlashDraftModel", "DFlash2DraftModel")
+INSIDE: dict[str, tuple[str, str]] = {}
 REFUSED = {"mask_embedding.pt": "an embedding of the mask token apart from the others"}
 CONVOLUTIONS = {"attn": "attention_conv", "ffn": "mlp_conv"}
 
@@ -54,12 +55,7 @@ def keys(config: Config, names: Collection[str], target: Target) -> dict[str, Ke
         )
     found = _parts.block_keys(config, ARCH, n_layers_of(config))
     found |= {f"{ARCH}.{name}": value for name, value in _own_keys(config, names, target).items()}
-    mask = own(config, "mask_token_id")
-    if type(mask) is not int or not 0 <= mask < target.n_vocab:
-        raise BadConfig(
-            f"config.json has mask_token_id = {mask!r}; expected a token id below {target.n_vocab}"
-        )
-    return found | {"tokenizer.ggml.mask_token_id": mask}
+    return found | _parts.mask_key("mask_token_id", own(config, "mask_token_id"), target)
 
 
 def _own_keys(config: Config, names: Collection[str], target: Target) -> dict[str, Key]:
@@ -110,13 +106,7 @@ def _window(config: Config) -> dict[str, Key]:
 
 def target_layers(config: Config, target: Target) -> list[int]:
     """The layers whose inputs are read: a checkpoint says whose outputs."""
-    said = own(config, "target_layer_ids")
-    layers = [layer + 1 for layer in _parts.layer_numbers("target_layer_ids", said)]
-    if max(layers) > target.n_layers:
-        raise BadConfig(
-            f"config.json has target_layer_ids = {said}; expected layers below the {target.n_layers} of {target.name}"
-        )
-    return layers
+    return _parts.layers_after("target_layer_ids", own(config, "target_layer_ids"), target)
 
 
 def _has_selector(names: Collection[str]) -> bool:

@@ -23,6 +23,7 @@ CLASSES = (
     "Lfm2DSparkDraftModel",
     "LingDSparkModel",
 )
+INSIDE = dflash.INSIDE
 REFUSED = dflash.REFUSED
 DEFAULT_RANK = 256
 INPUTS = "aux_hidden_state_layer_ids"

@@ -19,6 +19,7 @@ from llama_sidecar.sidecars.kinds.eagle3 import N_TARGET_LAYERS
 KIND = "eagle3"
 ARCH = "eagle3"
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+INSIDE: dict[str, tuple[str, str]] = {}
 REFUSED: dict[str, str] = {}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

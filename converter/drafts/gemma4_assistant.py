@@ -20,6 +20,7 @@ from llama_sidecar.converter.families import _parts as family_parts
 KIND = "mtp"
 ARCH = "gemma4-assistant"
 CLASSES = ("Gemma4AssistantForCausalLM",)
+INSIDE: dict[str, tuple[str, str]] = {}
 REFUSED: dict[str, str] = {}
 
 

@@ -95,6 +95,12 @@ def _of_checkpoint(opened: Checkpoint) -> Target:
         prints = fingerprint_keys(
             layout, tensors, config, vocabulary[keys.TOKENS], opened.place.reading.n_threads
         )
+    return of_model(opened, vocabulary, prints)
+
+
+def of_model(opened: Checkpoint, vocabulary: Mapping[str, Key], prints: Mapping[str, Key]) -> Target:
+    """An opened checkpoint as a target, with its keys of the vocabulary and its fingerprints."""
+    config = opened.config
     return Target(
         name=opened.name,
         n_layers=config.integer("num_hidden_layers"),

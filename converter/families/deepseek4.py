@@ -26,6 +26,7 @@ VOCABULARY = Vocabulary("deepseek-v3")
 SQRT_SOFTPLUS = 4  # llama.cpp's expert_gating_func
 N_STREAMS = 4  # what llama.cpp's graph runs
 SPARSE, HEAVY = 4, 128  # positions that one compressed one stands for
+DSPARK = "dspark_target_layer_ids"  # in config.json: what is called mtp.* is a DSpark drafter
 EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
@@ -38,6 +39,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     own = block_keys(config, n_blocks) | {
         "attention.compress_ratios": compress_ratios(config, n_blocks),
         "hash_layer_count": n_hashed(config),
+        "embedding_length_out": config.integer("hidden_size") * N_STREAMS,
     }
     if n_head_layers:
         own["nextn_predict_layers"] = n_head_layers
@@ -75,7 +77,6 @@ def block_keys(config: Config, n_blocks: int) -> dict[str, Key]:
         "hyper_connection.count": N_STREAMS,
         "hyper_connection.sinkhorn_iterations": config.integer("hc_sinkhorn_iters"),
         "hyper_connection.epsilon": config.number("hc_eps"),
-        "embedding_length_out": config.integer("hidden_size") * N_STREAMS,
     }
 
 
@@ -104,7 +105,7 @@ def layout(config: Config, names: Collection[str]) -> Layout:
         raise UnsupportedModel(
             "this checkpoint's experts have a bias for pictures: that variant is not converted here"
         )
-    n_layers, indices = _parts.n_layers_of(config), head_indices(names)
+    n_layers, indices = _parts.n_layers_of(config), [] if DSPARK in config else head_indices(names)
     n_head_layers = _parts.one_block(max(indices, default=-1) + 1, "mtp.*")
     ratios, n_hash = compress_ratios(config, n_layers + n_head_layers), n_hashed(config)
     if n_head_layers and ratios[n_layers]:
@@ -129,12 +130,11 @@ def layout(config: Config, names: Collection[str]) -> Layout:
             *block(config, source, target),
             *_projection(config, source, target),
         ]
-    said = list(
-        _parts.warnings(
-            config, {*names, "lm_head.weight"}, n_head_layers, "num_nextn_predict_layers", "mtp.*"
-        )
+    plain = config if DSPARK not in config else Config(dict(config) | {"num_nextn_predict_layers": 0})
+    said = _parts.warnings(
+        plain, {*names, "lm_head.weight"}, n_head_layers, "num_nextn_predict_layers", "mtp.*"
     )
-    return Layout(shared, trunk, head, n_head_layers, said, "mtp.*")
+    return Layout(shared, trunk, head, n_head_layers, list(said), "mtp.*")
 
 
 def head_indices(names: Collection[str]) -> list[int]:

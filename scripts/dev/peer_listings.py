@@ -24,7 +24,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import VARIANTS, listing, make_checkpoint, write_tokenizer  # noqa: E402
-from draft_checkpoints import DRAFTS, FAMILYS_OWN, TARGET, make_draft, make_target  # noqa: E402
+from draft_checkpoints import (  # noqa: E402
+    DRAFTS,
+    FAMILYS_OWN,
+    INSIDE,
+    TARGET,
+    inside_config,
+    inside_tensors,
+    make_draft,
+    make_target,
+)
 from quantized import METHODS, PUBLISHED, make_published, make_quantized  # noqa: E402
 
 from llama_sidecar.converter.families import families  # noqa: E402
@@ -35,7 +44,7 @@ SWITCHES = {"main": "--no-mtp", "sidecar": "--mtp"}
 
 @click.command()
 @click.argument("peer_convert", type=click.Path(exists=True, resolve_path=True, path_type=Path))
-@click.option("--only", help="One variant, FAMILY-VARIANT.")
+@click.option("--only", help="One variant, FAMILY-VARIANT, or a drafter inside a model.")
 @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "tests/data/listings")
 def main(peer_convert: Path, only: str | None, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
@@ -47,6 +56,10 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
         if only in (None, f"{name}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_draft(peer_convert, name, variant, Path(folder), out)
+    for name in INSIDE:
+        if only in (None, name):
+            with tempfile.TemporaryDirectory() as folder:
+                _list_inside(peer_convert, name, Path(folder), out)
     for method in METHODS:
         if only in (None, f"quantized-{method}"):
             with tempfile.TemporaryDirectory() as folder:
@@ -87,6 +100,21 @@ def _list_quantized(peer_convert: Path, method: str, folder: Path, out: Path) ->
         raise click.ClickException(f"{' '.join(map(str, call))}:\n{run.stderr}")
     else:
         _write(out / f"quantized-{method}.json", listing(target)["tensors"])
+
+
+def _list_inside(peer_convert: Path, name: str, folder: Path, out: Path) -> None:
+    checkpoint, _ = make_published(folder, *INSIDE[name], inside_tensors(name), inside_config(name))
+    pre = families()[INSIDE[name][0]].VOCABULARY.pre
+    found = {}
+    switches = {"main": [SWITCHES["main"]], "sidecar": ["--dspark", "--target-model-dir", checkpoint]}
+    for role, more in switches.items():
+        target = folder / f"{role}.gguf"
+        call = [peer_convert, checkpoint, target, "--pre", pre, "--outtype", "f32", *more]
+        run = subprocess.run(call, capture_output=True, text=True)
+        if run.returncode:
+            raise click.ClickException(f"{' '.join(map(str, call))}:\n{run.stderr}")
+        found[role] = listing(target)
+    _write(out / f"{name}-published.json", found)
 
 
 def _write(path: Path, found: object) -> None:
