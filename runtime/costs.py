@@ -27,7 +27,9 @@ from llama_sidecar.sidecars import GGUFHeader, read_model
 
 from . import _native
 from .cache_folder import CacheFolder
+from .drafter_choice import NGRAM
 from .errors import CacheError, LoadError
+from .session import Scripted
 
 if TYPE_CHECKING:
     from .llm import Model
@@ -299,9 +301,11 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
     if depth < 1:
         raise LoadError("a batch of 1 has no room for drafts: raise --batch")
     tokens = model.vocab.tokenize(TEXT)
+    # The look-up drafts for nothing, and not everywhere.
+    stand_in = Scripted([0] * (N_CTX + depth), 0, hidden_rows=False) if model.kind == NGRAM else None
     with (
         model.session(ctx=N_CTX, spec_type="none", learn=False) as plain,
-        model.session(ctx=N_CTX, depth=depth, learn=False) as drafting,
+        model.session(ctx=N_CTX, depth=depth, learn=False, scripted=stand_in) as drafting,
     ):
         plain_rounds, rounds = _measure(plain, drafting, tokens, depth, started + budget_s)
     preemptions = (_n_preempted() - n_preempted) / (time.perf_counter() - started)

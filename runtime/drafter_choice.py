@@ -1,4 +1,4 @@
-"""What drafts for a main model, and why: the sidecar that was named or found, the head inside it, or another model.
+"""What drafts for a main model, and why: the sidecar that was named or found, the head inside it, another model, or the text's own repetitions.
 
 Opens and compares files; loads nothing. What a kind of sidecar is, its file in sidecars/kinds/ says; a draft model is none:
 any GGUF of the same vocabulary, which is only ever named.
@@ -32,9 +32,12 @@ from .errors import LoadError
 from .layer_inputs import check_layer_inputs
 
 AUTO, NONE = "auto", "none"
-MODEL = "model"
+MODEL, NGRAM = "model", "ngram"
 # What drafts without being a sidecar: our name, llama.cpp's, and what it is.
-OTHERS = {MODEL: ("draft-simple", "a smaller model of the same vocabulary, which --sidecar names")}
+OTHERS = {
+    MODEL: ("draft-simple", "a smaller model of the same vocabulary, which --sidecar names"),
+    NGRAM: ("ngram-simple", "what followed the last time the text ended as now"),
+}
 
 File = Sidecar | Compact | MainFile
 
@@ -43,7 +46,7 @@ File = Sidecar | Compact | MainFile
 class Speculation:
     """What drafts for a model, and why; `kind` None means that nothing does.
 
-    `path` is the sidecar or draft model, or the main file when the head is embedded in it. `match` says how far the pair is
+    `path` is the sidecar or draft model, or the main file when the head is embedded in it; the look-up has none. `match` says how far the pair is
     proven.
     """
 
@@ -73,6 +76,11 @@ class Choice:
         if isinstance(self.file, MainFile) or self.file is None:
             return False
         return bool(self.file.target.layers) or self.drafter != self.file.kind
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether anything is computed for a draft, in a context of its own."""
+        return self.speculation.kind not in (None, NGRAM)
 
     @property
     def is_head(self) -> bool:
@@ -116,6 +124,10 @@ def choose_drafter(
         if sidecar is not None:
             raise LoadError(f"spec_type 'none' and the sidecar {sidecar} contradict each other")
         return Choice(Speculation(None, None, "it was turned off"))
+    if wanted == NGRAM:
+        if sidecar is not None:
+            raise LoadError(f"spec_type {spec_type!r} and the sidecar {sidecar} contradict each other")
+        return Choice(Speculation(NGRAM, None, "it was asked for"))
     if sidecar is not None:
         opened = _open(sidecar)
         if isinstance(opened, MainFile):

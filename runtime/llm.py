@@ -22,7 +22,7 @@ from . import heads, kernel_choice, placement
 from ._native import DraftVocab, Turns
 from .costs import costs_for
 from .draft_vocab import make_draft_vocab
-from .drafter_choice import AUTO, Choice, File, choose_drafter
+from .drafter_choice import AUTO, NGRAM, Choice, File, choose_drafter
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
 from .exactness import exactness_for, remembered
 from .library import set_verbose
@@ -35,6 +35,7 @@ from .weights import MAX_DEPTH, Settings, Weights, make_draft_context, repacks
 AUTO_DEPTH = (
     4  # the deepest that pace may choose: each rollback slot costs memory, and drafts beyond rarely stand
 )
+NGRAM_DEPTH = 7  # the same of the look-up alone: where it is right at all it is often right for long
 
 
 def load(
@@ -54,6 +55,7 @@ def load(
     kernels: str = kernel_choice.DEFAULT,
     draft_vocab: int | str = "auto",
     min_confidence: float = 0.0,
+    ngram: bool = True,
     learn: bool = False,
     exact: bool = False,
     force: bool = False,
@@ -81,6 +83,8 @@ def load(
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
             "auto" cuts large vocabularies to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
         min_confidence: of a DSpark sidecar with a confidence head: a token that is less likely to stand ends its draft (0 to 1).
+        ngram: where pace chooses the depth, also verify what followed the last time the text ended as it does now, whenever that
+            is faster than drafting ("prompt look-up"); spec_type "ngram" does nothing else.
         learn: count the tokens this model writes (never its text) in the user's cache folder, and draft with those it
             writes most.
         exact: decode only as many rows at once as have logits that are equal to the bit here, plain rounds too, so that token
@@ -122,6 +126,8 @@ def load(
             f"leave the draft vocabulary ({draft_vocab!r}) out, or give the sidecar that it was cut from"
         )
     _check_confidence(min_confidence, chosen, main_file)
+    if chosen.speculation.kind == NGRAM and not ngram:
+        raise LoadError(f"spec_type {spec_type!r} and no n-grams contradict each other")
     set_verbose(verbose)
     return Model(
         main_file,
@@ -130,6 +136,7 @@ def load(
         depth,
         draft_vocab=draft_vocab,
         min_confidence=min_confidence,
+        ngram=ngram,
         learn=learn,
         exact=exact,
     )
@@ -170,18 +177,21 @@ class Model:
         *,
         draft_vocab: int | str,
         min_confidence: float,
+        ngram: bool,
         learn: bool,
         exact: bool = False,
     ) -> None:
         self.main = main
         self.min_confidence = min_confidence
+        self.ngram = ngram
         self.speculation = chosen.speculation
         self.drafter = chosen.drafter
         self.settings = settings
         sidecar, self._chosen = chosen.file, chosen
         self.paced = depth == AUTO
         self.max_depth = self._max_depth(chosen)
-        self.depth = min(self.max_depth, AUTO_DEPTH if isinstance(depth, str) else depth)
+        auto_depth = AUTO_DEPTH if chosen.has_weights else NGRAM_DEPTH
+        self.depth = min(self.max_depth, auto_depth if isinstance(depth, str) else depth)
         self.n_ctx = settings.ctx or placement.default_ctx(main.header.keys, main.header.arch)
         self.sampling = file_defaults(main.header.keys)
         self.turns = Turns(settings.n_threads)
@@ -266,7 +276,9 @@ class Model:
         return widths
 
     def make_draft_context(self, settings: Settings, *, n_ctx: int, target: Any) -> Any:
-        """The context of a drafter beside this target's, which must outlive it."""
+        """The context of a drafter beside this target's, which must outlive it; None for one that computes nothing."""
+        if not self._chosen.has_weights:
+            return None
         return make_draft_context(
             self.head_weights,
             settings,
@@ -332,7 +344,7 @@ class Model:
                 raise SessionError("the model is closed")
             pace = None
             if self.paced and depth is None and scripted is None and wanted:
-                pace = Pace(costs_for(self))
+                pace = Pace(costs_for(self), has_drafter=self._chosen.has_weights)
                 wanted = pace.max_depth
             session = Session(
                 self,

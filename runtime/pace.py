@@ -22,6 +22,7 @@ class Pace(_native.Pace):
         depth(): how many tokens to draft in the next round. Asking changes nothing.
         observe(n_drafted, n_accepted, draft_s, verify_s): tells what a round did: drafts made, how many of them stood, seconds
             of the drafter, its catch-up included, and of the target's decode.
+        depth_found(n_found, n_matched), observe_found(...), compare_found(...): the same for what the look-up finds (ngram.h).
         plain_in_place(): tells that plain rounds run in the context that drafts, for want of another: they cost its single row.
         speedup(depth): expected speed at a depth over plain decoding's.
         acceptance: (max_depth,) the chance that a draft stands when all before it do.
@@ -30,6 +31,7 @@ class Pace(_native.Pace):
         costs: what rounds cost here, for depths up to `costs.max_depth`.
         max_depth: drafts per round at most (default: all that `costs` covers).
         switch_s: seconds of moving to the other context, one way; the attribute may be set once they are known.
+        has_drafter: without one it decodes plainly, but for what the look-up finds.
 
     Raises:
         ValueError: max_depth is not between 1 and what the costs cover; of `observe`: more drafts stood than were made, or
@@ -45,7 +47,14 @@ class Pace(_native.Pace):
     0
     """
 
-    def __init__(self, costs: Costs, max_depth: int | None = None, *, switch_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        max_depth: int | None = None,
+        *,
+        switch_s: float = 0.0,
+        has_drafter: bool = True,
+    ) -> None:
         super().__init__(
             max_depth=costs.max_depth if max_depth is None else max_depth,
             plain_s=costs.plain_s,
@@ -56,6 +65,7 @@ class Pace(_native.Pace):
             overhead_s=costs.overhead_s,
             change_s=costs.change_s,
             switch_s=switch_s,
+            has_drafter=has_drafter,
         )
         self._costs = costs
 

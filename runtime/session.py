@@ -29,10 +29,14 @@ DEFAULT_MAX_TOKENS = 512
 
 @dataclass(frozen=True)
 class Scripted:
-    """The drafter of tests: it knows the target's text (`tokens`, by position) and is right `n_right` times per draft."""
+    """The drafter of tests: it knows the target's text (`tokens`, by position) and is right `n_right` times per draft.
+
+    `hidden_rows`: the target hands them out as for a head.
+    """
 
     tokens: Sequence[int]
     n_right: int
+    hidden_rows: bool = True
 
 
 class Session:
@@ -98,15 +102,18 @@ class Session:
             if depth and scripted is not None:
                 self.kind = "scripted"
                 options = {"kind": "scripted", "script": list(scripted.tokens), "n_right": scripted.n_right}
+                options["hidden_rows"] = scripted.hidden_rows
             elif depth:
                 self.kind = model.kind
-                draft = model.make_draft_context(settings, n_ctx=n_ctx, target=target)
-                contexts.append(draft)
                 options = {
                     "kind": model.drafter,
-                    "draft_ctx": address(draft),
                     "min_confidence": model.min_confidence,
+                    "looks_up": pace is not None and model.ngram,
                 }
+                draft = model.make_draft_context(settings, n_ctx=n_ctx, target=target)
+                if draft is not None:
+                    contexts.append(draft)
+                    options["draft_ctx"] = address(draft)
                 self._draft_vocab = model.draft_vocab
             with model.turns:  # it may compute
                 self._natives.append(_native.Session(address(target), vocab=self._draft_vocab, **options))

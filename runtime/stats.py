@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from . import _native
@@ -17,6 +17,7 @@ class Stats:
     `coverage` is the share of the emitted tokens that a compact head had a row for when they came; None with a full head or
     before the end.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
+    The `n_ngram_` ones are those among rounds and drafts whose drafts the look-up found ahead of the drafter.
     `kernels` says what computes small products on the CPU, and why.
     `accept` is the rule by which drafts stand (see `Session.generate`).
     `widths` are the numbers of rows that decodes had, where they were limited to those that agree to the bit (`exact`).
@@ -45,6 +46,9 @@ class Stats:
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_ngram_rounds: int = 0
+    n_ngram_drafted: int = 0
+    n_ngram_accepted: int = 0
     prompt_s: float = 0.0
     first_s: float = 0.0
     generate_s: float = 0.0
@@ -60,14 +64,15 @@ class Stats:
         """Takes over what the native loop has counted."""
         self.n_rounds, self.n_tokens = counts.n_rounds, counts.n_tokens
         self.n_drafted, self.n_accepted = counts.n_drafted, counts.n_accepted
+        self.n_ngram_rounds = counts.n_ngram_rounds
+        self.n_ngram_drafted, self.n_ngram_accepted = counts.n_ngram_drafted, counts.n_ngram_accepted
         self.draft_s, self.verify_s, self.accept_s = counts.draft_s, counts.verify_s, counts.accept_s
         self._drafted_at, self._accepted_at = counts.drafted_at, counts.accepted_at
 
     def include(self, other: Stats) -> None:
         """Adds the counts and seconds of another generation."""
-        for name in ("n_prompt", "n_reused", "n_rounds", "n_tokens", "n_drafted", "n_accepted"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("prompt_s", "first_s", "generate_s", "draft_s", "verify_s", "accept_s"):
+        summed = [f.name for f in fields(self) if f.name.endswith("_s") or f.name.startswith("n_")]
+        for name in summed:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for counts, others in (
             (self._drafted_at, other._drafted_at),

@@ -58,6 +58,12 @@ def _what_it_costs(report: Report) -> Iterator[tuple[str, str]]:
     yield "bound", f"{what} = {report.bound:.2f} with drafts for free{share}"
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in report.round_s.items())
     yield "a round", f"{parts} ms"
+    if stats.n_ngram_rounds:
+        right = 100 * stats.n_ngram_accepted / stats.n_ngram_drafted
+        yield (
+            "look-up",
+            f"{stats.n_ngram_rounds} of {stats.n_rounds} rounds, {right:.0f} % of its tokens accepted",
+        )
     if report.coverage is not None:
         yield "coverage", f"{100 * report.coverage:.1f} % of the tokens written are in the draft vocabulary"
 
@@ -70,7 +76,7 @@ def _tasks(report: Report) -> Iterator[tuple[str, ...]]:
 
 def _drafter(drafter: Mapping[str, Any]) -> str:
     if "file" not in drafter:
-        return f"{drafter['kind']}, embedded in the model"
+        return f"{drafter['kind']}, embedded in the model" if drafter["match"] else drafter["kind"]
     return f"{drafter['kind']}, {drafter['file']} ({drafter['type']}, {drafter['bytes'] / 1e6:,.1f} MB, {drafter['match']})"
 
 

@@ -58,7 +58,9 @@ def _drafting(stats: Stats) -> str:
         return f"{stats.kind} depth {stats.depth}: nothing drafted"
     shares = " ".join(f"{100 * share:.0f}" for share in stats.accepted_per_position)
     accepted = 100 * stats.n_accepted / stats.n_drafted
-    return f"{stats.kind} depth {stats.depth}: {accepted:.0f}% accepted ({shares}), L {stats.mean_accepted_length:.2f}"
+    looked_up = f", n-gram {stats.n_ngram_rounds} of {stats.n_rounds} rounds" if stats.n_ngram_rounds else ""
+    drafted = f"{stats.kind} depth {stats.depth}: {accepted:.0f}% accepted ({shares})"
+    return f"{drafted}, L {stats.mean_accepted_length:.2f}{looked_up}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

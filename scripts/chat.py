@@ -125,9 +125,6 @@ def _read(is_terminal: bool) -> str | None:
 
 def _title(model: Model) -> str:
     drafting = model.speculation
-    sidecar = (
-        f"{drafting.kind} from {drafting.path.name}, depth {model.depth}"
-        if drafting.path
-        else f"off: {drafting.why}"
-    )
+    source = f" from {drafting.path.name}" if drafting.path else ""
+    sidecar = f"{drafting.kind}{source}, depth {model.depth}" if drafting.kind else f"off: {drafting.why}"
     return printable(f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens")

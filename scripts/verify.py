@@ -111,7 +111,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     source, rounding = report.source, report.rounding
     main, drafter, machine = source["main"], source["drafter"], source["machine"]
     yield "model", f"{main['file']} ({main['arch']}, {main['type']}, {main['bytes'] / 1e6:,.1f} MB)"
-    yield "drafter", f"{drafter['kind']}, {drafter.get('file', 'embedded in the model')}"
+    where = drafter.get("file") or ("embedded in the model" if drafter["match"] else None)
+    yield "drafter", ", ".join(filter(None, [drafter["kind"], where]))
     yield "hardware", f"{machine['cpu']}, {source['threads']} threads; {source['backend']}"
     yield (
         "software",

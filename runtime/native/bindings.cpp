@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -201,7 +202,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
                DraftVocab * vocab, float min_confidence, const std::vector<llama_token> & script,
-               int32_t n_right) {
+               int32_t n_right, bool hidden_rows, bool looks_up) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
@@ -213,15 +214,24 @@ NB_MODULE(_native, m) {
                 options.min_confidence = min_confidence;
                 options.script = script;
                 options.n_right = n_right;
-                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab);
+                options.hidden_rows = hidden_rows;
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab, looks_up);
                 release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
             nb::keep_alive<1, 5>(), "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0, "vocab"_a.none() = nb::none(),
-            "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0)
+            "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0,
+            "hidden_rows"_a = true, "looks_up"_a = false)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)
-        .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, no_gil)
+        .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, "found"_a = std::vector<llama_token>(), no_gil)
+        .def(
+            "look_up",
+            [](Session & self, int32_t n) {
+                Found found = self.look_up(n);
+                return std::make_pair(std::move(found.tokens), found.n_matched);
+            },
+            "n"_a, "At most n tokens that followed the last time the sequence ended as now, and the length of the match.")
         .def("keep", &Session::keep, "n"_a)
         .def("catch_up", &Session::catch_up, no_gil)
         .def(
@@ -297,6 +307,9 @@ NB_MODULE(_native, m) {
         .def_ro("n_accepted", &Counts::n_accepted)
         .def_ro("drafted_at", &Counts::drafted_at)
         .def_ro("accepted_at", &Counts::accepted_at)
+        .def_ro("n_ngram_rounds", &Counts::n_ngram_rounds)
+        .def_ro("n_ngram_drafted", &Counts::n_ngram_drafted)
+        .def_ro("n_ngram_accepted", &Counts::n_ngram_accepted)
         .def_ro("n_tokens", &Counts::n_tokens)
         .def_ro("n_known", &Counts::n_known)
         .def_ro("n_chosen", &Counts::n_chosen)

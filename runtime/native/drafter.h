@@ -68,6 +68,7 @@ struct DrafterOptions {
     float min_confidence = 0.0f;       // of a drafter that knows it: a less likely token ends the draft
     DraftVocab * vocab = nullptr;      // of a compact head, else null; not owned, must outlive the drafter
     std::vector<llama_token> script;   // for the scripted drafter: the whole sequence, by position
+    bool hidden_rows = true;           // for the scripted drafter: it asks for the target's, as a head does
     int32_t n_right = 0;               // for the scripted drafter: how many guesses of a draft are right
 };
 

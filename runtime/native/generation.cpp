@@ -24,8 +24,14 @@ std::optional<std::string> Generation::round(Session & session) {
         return {};
     }
     int32_t depth = std::min({limits_.depth, limits_.max_tokens - counts_.n_tokens - 1, n_room});
-    const bool plain = pacing_ != nullptr && !pacing_->drafting();
-    if (pacing_ != nullptr) depth = std::min(depth, pacing_->depth());
+    Found found;
+    int32_t n_found = 0;  // that this round verifies
+    if (pacing_ != nullptr) {
+        found = session.look_up(depth);
+        if (!found.tokens.empty()) n_found = pacing_->depth_found(int32_t(found.tokens.size()), found.n_matched);
+        depth = std::min(depth, pacing_->depth());
+    }
+    const bool plain = n_found == 0 && pacing_ != nullptr && !pacing_->drafting();
     if (plain && session.target().recurrent() && !session.has_plain_context() && !asked_for_context_) {
         asked_for_context_ = true;
         need_ = Need::plain_context;
@@ -34,7 +40,7 @@ std::optional<std::string> Generation::round(Session & session) {
 
     whole_ = false;
     place(session, plain);
-    const Round round = session.step(chooser_, depth, limits_.ignore_eog);
+    const Round round = session.step(chooser_, depth, limits_.ignore_eog, {found.tokens.begin(), found.tokens.begin() + n_found});
     std::string shown;
     const int32_t n_used = take(session, round.tokens, shown);
     if (n_used < int32_t(round.tokens.size())) session.keep(n_used);
@@ -42,11 +48,21 @@ std::optional<std::string> Generation::round(Session & session) {
 
     const int32_t n_drafted = int32_t(round.drafts.size());
     if (n_drafted > 0) chooser_.observe(int32_t(round.tokens.size()), round.draft_s + round.verify_s + round.accept_s);
-    if (pacing_ != nullptr) pacing_->observe(n_drafted, round.n_accepted, round.draft_s, round.verify_s);
+    if (n_found > 0) {
+        pacing_->observe_found(n_drafted, round.n_accepted, round.verify_s);
+    } else if (pacing_ != nullptr) {
+        pacing_->observe(n_drafted, round.n_accepted, round.draft_s, round.verify_s);
+    }
+    if (found.n_matched > 0) compare(found, round.tokens);
     const std::lock_guard<std::mutex> lock(mutex_);
     counts_.n_rounds += 1;
     counts_.n_drafted += n_drafted;
     counts_.n_accepted += round.n_accepted;
+    if (n_found > 0) {
+        counts_.n_ngram_rounds += 1;
+        counts_.n_ngram_drafted += n_drafted;
+        counts_.n_ngram_accepted += round.n_accepted;
+    }
     if (n_drafted > int32_t(counts_.drafted_at.size())) {
         counts_.drafted_at.resize(size_t(n_drafted));
         counts_.accepted_at.resize(size_t(n_drafted));
@@ -86,6 +102,14 @@ std::string Generation::text() const {
 Counts Generation::counts() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return counts_;
+}
+
+// Tells how far what was found is what the round emitted, whoever drafted.
+void Generation::compare(const Found & found, const std::vector<llama_token> & emitted) {
+    const size_t n = std::min(found.tokens.size(), emitted.size());
+    size_t n_right = 0;
+    while (n_right < n && found.tokens[n_right] == emitted[n_right]) n_right += 1;
+    pacing_->compare_found(found.n_matched, int32_t(std::min(n_right + 1, n)), int32_t(n_right));
 }
 
 // Puts the sequence where its rounds are cheapest: a recurrent target's plain rounds, while pace does not draft, in the context

@@ -22,6 +22,7 @@ namespace sidecar {
 struct Counts {
     int32_t n_rounds = 0, n_drafted = 0, n_accepted = 0;
     std::vector<int32_t> drafted_at, accepted_at;  // by position
+    int32_t n_ngram_rounds = 0, n_ngram_drafted = 0, n_ngram_accepted = 0;  // of these: what the look-up found
     int32_t n_tokens = 0;               // of the text
     int32_t n_known = 0, n_chosen = 0;  // of the tokens chosen, the end of text included, how many the head had a row for
     double draft_s = 0.0, verify_s = 0.0, accept_s = 0.0;
@@ -67,6 +68,7 @@ class Generation {
 
   private:
     void place(Session & session, bool plain);
+    void compare(const Found & found, const std::vector<llama_token> & emitted);
     int32_t take(Session & session, const std::vector<llama_token> & tokens, std::string & shown);
 
     Chooser & chooser_;

@@ -42,8 +42,8 @@ double clipped(double surprise) { return std::min(std::max(surprise, 1 / clip), 
 
 }  // namespace
 
-Pace::Pace(PaceCosts costs, int32_t max_depth, double switch_s)
-    : costs_(std::move(costs)), switch_s_(switch_s) {
+Pace::Pace(PaceCosts costs, int32_t max_depth, double switch_s, bool has_drafter)
+    : costs_(std::move(costs)), has_drafter_(has_drafter), switch_s_(switch_s) {
     const int32_t covered = int32_t(costs_.verify_s.size()) - 1;
     if (max_depth < 1 || max_depth > covered) {
         throw std::invalid_argument("max_depth " + std::to_string(max_depth) + " is not between 1 and the " +
@@ -79,6 +79,30 @@ double Pace::speedup(int32_t depth) const {
     return depth == 0 ? 1 : speedups(acceptance())[size_t(depth - 1)];
 }
 
+int32_t Pace::depth_found(int32_t n_found, int32_t n_matched) const {
+    if (drafting_ && n_tries_ > 0) return 0;  // a try needs its rounds in a row
+    double best = drafting_ ? speedups(acceptance())[size_t(depth_ - 1)] : 1;
+    int32_t best_depth = 0;
+    double n_stood = 0, chance = 1;
+    for (int32_t depth = 1; depth <= std::min(n_found, max_depth()); ++depth) {
+        chance *= matches_.chance(n_matched + depth - 1);
+        n_stood += chance;
+        double seconds = target_s_[size_t(depth)] + costs_.overhead_s;
+        if (depth != last_depth_) seconds += 2 * costs_.change_s;  // there and back
+        if (drafting_) {
+            seconds += (1 + n_stood) * costs_.catch_up_s * draft_scale_;  // the drafter decodes these rows later
+        } else if (!stays_) {
+            seconds += 2 * switch_s_;
+        }
+        const double speed = (1 + n_stood) * plain_round_s() / seconds;
+        if (speed > best) {
+            best = speed;
+            best_depth = depth;
+        }
+    }
+    return best_depth;
+}
+
 // Telling
 
 void Pace::plain_in_place() {
@@ -96,7 +120,14 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
     if (n_drafted > 0) {
         observe_drafts(n_drafted, n_accepted, draft_s, verify_s);
     } else if (!drafting_) {
-        observe_plain(verify_s);
+        if (stays_) {
+            stay_lost_s_ += costs_.verify_s[0] - costs_.plain_s;
+            stays_ = stay_lost_s_ < 2 * switch_s_;
+            compare(0, verify_s * costs_.plain_s / costs_.verify_s[0], in_place);
+        } else {
+            compare(0, verify_s);
+        }
+        observe_plain();
     } else {
         n_stood_ += 1;
         if (n_tries_ > 0 && tried_depth_ == 0) {  // any other round without drafts had no room for them, and says nothing
@@ -106,8 +137,21 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
     }
 }
 
-void Pace::observe_plain(double verify_s) {
-    compare(0, verify_s);
+void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s) {
+    if (n_accepted < 0 || n_accepted > n_drafted || n_drafted < 1 || n_drafted > max_depth()) {
+        throw std::invalid_argument(std::to_string(n_accepted) + " of " + std::to_string(n_drafted) +
+                                    " found tokens stood, at a depth of at most " + std::to_string(max_depth()));
+    }
+    compare(n_drafted, std::max(verify_s, shortest_s));
+    if (drafting_) {
+        n_stood_ += 1 + n_accepted;
+    } else {
+        stays_ = true;
+        stay_lost_s_ = 0;
+    }
+}
+
+void Pace::observe_plain() {
     n_plain_ += 1;
     if (n_plain_ < wait_ || !may_pay_) return;
     const double next_look = 2 * switch_s_ / costs_.plain_s + catch_up_;
@@ -198,11 +242,12 @@ void Pace::believe() {
     doubt_.assign(target_s_.size(), calibrated * calibrated);
     draft_scale_ = 1;
     const std::vector<double> hoped = speedups(std::vector<double>(tallies_.size(), best_acceptance));
-    may_pay_ = *std::max_element(hoped.begin(), hoped.end()) > 1;
+    may_pay_ = has_drafter_ && *std::max_element(hoped.begin(), hoped.end()) > 1;
 }
 
 void Pace::begin_stretch() {
     drafting_ = true;
+    stays_ = false;
     fade(n_plain_);
     n_plain_ = n_rounds_ = 0;
     lost_ = 2 * switch_s_ / costs_.plain_s;  // there and back

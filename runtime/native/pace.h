@@ -25,6 +25,10 @@
 // that plain decoding is faster, and the tokens really emitted have fallen `patience` behind it. What the stretch lost
 // is a debt that plain decoding pays off with `look_share` of its time; then the next stretch looks whether the text has changed.
 //
+// What the look-up finds (ngram.h) costs nothing to draft. A round verifies as many of its tokens as are fastest by the chances
+// that match_chances.h has counted, if that is faster than the best round without. Where plain decoding has a context of its own
+// the gain must pay the way there and back; after such a round the sequence stays until staying has cost as much.
+//
 // Has no clock and does no I/O: equal observations give equal depths. Knows nothing of sessions, models or files, and is not
 // for two threads at once. Speed as acceptance over cost follows Leviathan et al., "Fast Inference from Transformers via
 // Speculative Decoding" (2023).
@@ -36,6 +40,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "match_chances.h"
 #include "pacing.h"
 
 namespace sidecar {
@@ -89,11 +94,13 @@ class Pace final : public Pacing {
 
     // max_depth: drafts per round at most; throws std::invalid_argument unless 1 <= max_depth < costs.verify_s.size().
     // switch_s: seconds of moving to the other context, one way; switched() tells when they are known.
-    Pace(PaceCosts costs, int32_t max_depth, double switch_s = 0);
+    // Without a drafter (`has_drafter`) it decodes plainly, but for what the look-up finds.
+    Pace(PaceCosts costs, int32_t max_depth, double switch_s = 0, bool has_drafter = true);
 
     // Asking. Changes nothing.
 
-    bool drafting() const override { return drafting_; }
+    bool drafting() const override { return drafting_ || stays_; }
+    int32_t depth_found(int32_t n_found, int32_t n_matched) const override;
     int32_t depth() const override { return !drafting_ ? 0 : n_tries_ > 0 ? tried_depth_ : depth_; }
     int32_t max_depth() const { return int32_t(tallies_.size()); }
     double switch_s() const { return switch_s_; }
@@ -110,6 +117,10 @@ class Pace final : public Pacing {
     void switched(double seconds) override { switch_s_ = seconds; }
     // Throws std::invalid_argument unless 0 <= n_accepted <= n_drafted <= max_depth.
     void observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) override;
+    void observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s) override;
+    void compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right) override {
+        matches_.count(n_matched, n_compared, n_right);
+    }
 
   private:
     // Of one position: drafts whose predecessors all stood, and those of them that stood.
@@ -119,7 +130,7 @@ class Pace final : public Pacing {
 
     void believe();
     void observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s);
-    void observe_plain(double verify_s);
+    void observe_plain();
     void choose();
     void look_for_better(const std::vector<double> & speeds);
     void begin_stretch();
@@ -139,11 +150,16 @@ class Pace final : public Pacing {
     std::vector<double> target_s_;
     std::vector<double> doubt_;  // (max_depth + 1,) how far off target_s_ may be: variance of the share
     double draft_scale_ = 1;
+    const bool has_drafter_;
     bool may_pay_ = false;
 
     bool drafting_ = false;
     int32_t depth_ = 1;  // of this stretch's rounds
     double switch_s_;
+
+    MatchChances matches_;
+    bool stays_ = false;      // decodes plainly where it could verify what is found
+    double stay_lost_s_ = 0;  // what that has cost
 
     std::vector<Tally> tallies_;  // (max_depth,)
     int64_t n_stood_ = 0;         // drafts of the last round that stood: the next one's drafter catches up on them

@@ -42,16 +42,23 @@ void bind_pace(nb::module_ & m) {
         .def("observe", &Pacing::observe, "n_drafted"_a, "n_accepted"_a, "draft_s"_a, "verify_s"_a,
              "Tells what a round did: drafts made, those that stood, seconds of the drafter and of the target's decode.");
 
+    // What the look-up found is never asked of a Python class: these are Pace's alone.
     auto pace = nb::class_<Pace, Pacing>(m, "Pace", "See pace.h, and pace.py for Python's view.");
     pace.def(
             "__init__",
             [](Pace * self, int32_t max_depth, double plain_s, std::vector<double> verify_s, double first_draft_s,
-               double draft_step_s, double catch_up_s, double overhead_s, double change_s, double switch_s) {
+               double draft_step_s, double catch_up_s, double overhead_s, double change_s, double switch_s, bool has_drafter) {
                 new (self) Pace({plain_s, std::move(verify_s), first_draft_s, draft_step_s, catch_up_s, overhead_s, change_s},
-                                max_depth, switch_s);
+                                max_depth, switch_s, has_drafter);
             },
             nb::kw_only(), "max_depth"_a, "plain_s"_a, "verify_s"_a, "first_draft_s"_a, "draft_step_s"_a, "catch_up_s"_a,
-            "overhead_s"_a, "change_s"_a, "switch_s"_a)
+            "overhead_s"_a, "change_s"_a, "switch_s"_a, "has_drafter"_a = true)
+        .def("depth_found", &Pace::depth_found, "n_found"_a, "n_matched"_a,
+             "How many of the tokens found after a match the next round is to verify in place of drafts.")
+        .def("observe_found", &Pace::observe_found, "n_drafted"_a, "n_accepted"_a, "verify_s"_a,
+             "Tells what such a round did.")
+        .def("compare_found", &Pace::compare_found, "n_matched"_a, "n_compared"_a, "n_right"_a,
+             "Tells how many of the tokens found could be compared with the text, and were right.")
         .def_prop_ro("max_depth", &Pace::max_depth)
         .def_prop_ro("plain_s", &Pace::plain_s, "Seconds of a plain decode; of a single row's after plain_in_place().")
         .def_prop_rw("switch_s", &Pace::switch_s, &Pace::switched, "Seconds of moving to the other context, one way.")

@@ -17,9 +17,9 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab)
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab, bool looks_up)
     : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)),
-      vocab_(vocab) {
+      ngram_(looks_up ? std::make_unique<Ngram>() : nullptr), vocab_(vocab) {
     clear();
 }
 
@@ -35,6 +35,7 @@ void Session::clear() {
     n_emitted_ = 0;
     last_ = -1;
     if (drafter_) drafter_->begin();
+    if (ngram_) ngram_->clear();
 }
 
 void Session::set_widths(std::vector<int32_t> widths) {
@@ -70,17 +71,20 @@ llama_token Session::first(Chooser & chooser) {
     return last_;
 }
 
-Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
+Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog, const std::vector<llama_token> & found) {
     Round round;
     auto mark = std::chrono::steady_clock::now();
 
-    if (drafter_) {
-        observe_block();
-        const int32_t n_room = std::min(target_->n_ctx() - target_->n_past(), target_->n_batch());
-        const int32_t n_drafts = std::min(depth, widest(std::min(depth + 1, n_room)) - 1);
+    observe_block();
+    Picker & picker = chooser.picker() != nullptr ? *chooser.picker() : best_picker();
+    if (!found.empty()) {
+        picker.begin();
+        for (const llama_token token : found) picker.take(token);
+        round.drafts = found;
+    } else if (drafter_) {
+        const int32_t n_drafts = most_drafts(*target_, depth);
         if (!is_plain() && n_drafts > 0) {
             if (lacks_rows_) adopt();
-            Picker & picker = chooser.picker() != nullptr ? *chooser.picker() : best_picker();
             picker.begin();
             drafter_->propose(last_, n_drafts, picker, round.drafts);
         }
@@ -100,6 +104,20 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog) {
     keep(n_emitted_);
     round.accept_s = seconds_since(mark);
     return round;
+}
+
+Found Session::look_up(int32_t n) {
+    Found found;
+    if (!ngram_) return found;
+    observe_block();
+    found.n_matched = ngram_->find(last_, most_drafts(main_target_, n), found.tokens);
+    return found;
+}
+
+// How many of so many drafts a step can verify there.
+int32_t Session::most_drafts(const Target & target, int32_t depth) const {
+    const int32_t n_room = std::min(target.n_ctx() - target_->n_past(), target.n_batch());
+    return std::min(depth, widest(std::min(depth + 1, n_room)) - 1);
 }
 
 // The most rows that a decode of up to `n` may have, or the least there may be.
@@ -154,6 +172,7 @@ void Session::restore(const Saved & saved, const std::vector<llama_token> & toke
     clear();
     target_->restore(saved.target, int32_t(tokens.size()) - 1);
     if (drafter_) drafter_->restore({tokens.begin(), tokens.end() - 1}, saved.drafter);
+    if (ngram_) ngram_->observe(0, tokens.data(), int32_t(tokens.size()) - 1);
     last_ = tokens.back();
 }
 
@@ -206,9 +225,10 @@ const std::string & Session::piece(llama_token token) {
 bool Session::is_eog(llama_token token) const { return api().vocab_is_eog(main_target_.vocab(), token); }
 
 void Session::observe_block() {
-    if (drafter_ && !block_.empty()) {
+    if (!block_.empty()) {
         const int32_t n = target_->n_past() - block_pos_;
-        drafter_->observe(block_pos_, block_.data(), target_->hidden_rows(n), n);
+        if (ngram_) ngram_->observe(block_pos_, block_.data(), n);
+        if (drafter_) drafter_->observe(block_pos_, block_.data(), target_->hidden_rows(n), n);
     }
     block_.clear();
 }

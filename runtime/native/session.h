@@ -23,6 +23,7 @@
 
 #include "accept.h"
 #include "drafter.h"
+#include "ngram.h"
 #include "target.h"
 
 namespace sidecar {
@@ -41,11 +42,17 @@ struct Saved {
     std::vector<uint8_t> target, drafter;
 };
 
+// What the look-up found after a match of n_matched tokens, 0 for none.
+struct Found {
+    std::vector<llama_token> tokens;
+    int32_t n_matched = 0;
+};
+
 class Session {
   public:
     // `ctx` is not owned. Without a drafter every step decodes one row. `vocab` is that of a drafter with a compact head, else null;
-    // not owned, must outlive the session.
-    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr);
+    // not owned, must outlive the session. `looks_up` keeps what look_up() needs.
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr, bool looks_up = false);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -61,7 +68,10 @@ class Session {
 
     // One round with at most `depth` drafts; fewer where the context's end or its batch is near, or as set_widths() says.
     // Needs n_past() + min_width() <= n_ctx.
-    Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false);
+    // With `found`, from look_up() just before, those are its drafts, and the drafter is not asked.
+    Round step(Chooser & chooser, int32_t depth, bool ignore_eog = false, const std::vector<llama_token> & found = {});
+    // At most n tokens that followed the last time the sequence ended as now, as far as a step could verify them.
+    Found look_up(int32_t n);
     void keep(int32_t n);
     // Gives it a second context of the same model, without rollback slots, for use_plain(). Not owned. Once, at any time.
     void set_plain_context(llama_context * ctx);
@@ -113,11 +123,13 @@ class Session {
     void observe_block();
     void decode_block();
     int32_t widest(int32_t n) const;
+    int32_t most_drafts(const Target & target, int32_t depth) const;
 
     Target main_target_;
     std::unique_ptr<Target> plain_target_;  // or null
     Target * target_;                       // where the sequence is
     std::unique_ptr<Drafter> drafter_;
+    std::unique_ptr<Ngram> ngram_;          // or null
     DraftVocab * const vocab_;             // of a compact head, else null
     std::vector<llama_token> seen_;        // since its rows were looked after
     bool lacks_rows_ = false;              // for some of seen_

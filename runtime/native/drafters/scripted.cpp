@@ -10,7 +10,8 @@ namespace {
 
 class Scripted final : public Drafter {
   public:
-    Scripted(std::vector<llama_token> script, int32_t n_right) : script_(std::move(script)), n_right_(n_right) {
+    explicit Scripted(const DrafterOptions & options)
+        : script_(options.script), n_right_(options.n_right), hidden_rows_(options.hidden_rows) {
         if (script_.empty()) throw std::invalid_argument("the scripted drafter needs a script");
     }
 
@@ -32,16 +33,17 @@ class Scripted final : public Drafter {
     }
 
     // It asks for them all the same, so that its rounds cost the target what a real drafter's do.
-    std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
+    std::vector<int32_t> layers() const override { return hidden_rows_ ? std::vector<int32_t>{LAST_HIDDEN} : std::vector<int32_t>(); }
 
   private:
     std::vector<llama_token> script_;
     int32_t n_right_;
+    bool hidden_rows_;
     int32_t n_observed_ = 0;
 };
 
 const Registered registered("scripted", [](const DrafterOptions & options) -> std::unique_ptr<Drafter> {
-    return std::make_unique<Scripted>(options.script, options.n_right);
+    return std::make_unique<Scripted>(options);
 });
 
 }  // namespace
