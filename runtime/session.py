@@ -399,7 +399,7 @@ class Generation(Iterator[str]):
     """
 
     def __init__(self, session: Session, request: _Request) -> None:
-        self.finish_reason: str | None = None
+        self._reason: str | None = None
         self._stats = Stats(
             kind=session.kind,
             speculation="on" if request.depth else "off",
@@ -452,17 +452,19 @@ class Generation(Iterator[str]):
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def finish_reason(self) -> str | None:
+        """How the text ended; None while it runs."""
+        return self._reason or self._native.end
+
     def __iter__(self) -> Generation:
         return self
 
     def __next__(self) -> str:
         try:
-            for piece in self._pieces:
-                if piece:
-                    return piece
+            return next(self._pieces)
         except ValueError as error:
             raise _as_busy(error) from None
-        raise StopIteration
 
     def close(self) -> None:
         """Ends the text here. Idempotent; raises SessionError while another thread is in a round of it."""
@@ -479,7 +481,7 @@ class Generation(Iterator[str]):
         return self.text
 
     def _finish(self, reason: str) -> None:
-        self.finish_reason = self.finish_reason or reason
+        self._reason = self.finish_reason or reason
         self._request.chooser.close()
 
     def _run(self) -> Generator[str, None, None]:
@@ -495,9 +497,8 @@ class Generation(Iterator[str]):
             with turns:
                 opening = rounds.begin(native, first)
             self._is_whole = True
-            if rounds.end:
-                self._finish(rounds.end)
-            yield opening
+            if opening:
+                yield opening
             if request.depth and not rounds.end:
                 started = time.perf_counter()
                 with turns:
@@ -512,15 +513,16 @@ class Generation(Iterator[str]):
                 while shown is None and self._give():
                     shown = round_(native, turns)
                 stats.generate_s += clock() - started
-                if rounds.end:
-                    self._finish(rounds.end)
                 if shown is None:
                     break
-                yield shown
+                if shown:
+                    yield shown
             if request.depth:
                 with turns:
                     native.adopt()
-            yield rounds.finish()
+            tail = rounds.finish()
+            if tail:
+                yield tail
         finally:
             self._finish("cancelled")
             _native.release_team()  # the next text may be another thread's
