@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from .drafter_choice import Speculation
-from .errors import LibraryError, LoadError, PromptError, SessionError
+from .errors import LibraryError, LoadError, PromptError, SessionError, SessionFileError
 from .llm import Model, load
 from .sampling import Sampling
 from .session import Generation, Scripted, Session
@@ -27,6 +27,7 @@ __all__ = [
     "Scripted",
     "Session",
     "SessionError",
+    "SessionFileError",
     "Speculation",
     "Stats",
     "load",

@@ -230,8 +230,8 @@ def costs_key(model: Model) -> str:
         "kind": model.kind,
         "head": None if head == model.main.path else shapes(read_model(head)),
     }
-    if model.exact:
-        facts["widths"] = model.exactness.widths(model.n_ctx)
+    if widths := model.widths(model.n_ctx):
+        facts["widths"] = widths
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

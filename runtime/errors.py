@@ -21,6 +21,10 @@ class SessionError(LlamaSidecarError):
     """A session that is closed, or busy in another thread."""
 
 
+class SessionFileError(LlamaSidecarError):
+    """A saved session that cannot be used here, or cannot be written."""
+
+
 class CacheError(LlamaSidecarError):
     """The cache folder cannot be used: not writable, full, or locked for too long."""
 

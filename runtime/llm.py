@@ -300,6 +300,7 @@ class Model:
         depth: int | None = None,
         learn: bool | None = None,
         n_slots: int | None = None,
+        restore: str | os.PathLike[str] | None = None,
         scripted: Scripted | None = None,
     ) -> Session:
         """Makes a session: its own context, drafter and sampler over these weights.
@@ -310,10 +311,13 @@ class Model:
             depth: drafts in every round; 0 makes a plain session (default: the model's setting, which may be pace's choice).
             learn: count what this session writes (default: the model's setting).
             n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
+            restore: a file that `Session.save` wrote, to go on from; of the same model, llama.cpp, KV types and context size. Where
+                another head drafts, or none did, drafting begins anew behind the text; another depth is fine.
             scripted: tests only: a drafter that knows the text.
 
         Raises:
             LoadError: an option out of range, or llama.cpp cannot make the context.
+            SessionFileError: the file cannot be used; the text says why.
             SessionError: the model is closed.
 
         Example:
@@ -358,6 +362,12 @@ class Model:
                 scripted=scripted,
             )
             self._sessions.add(session)
+        if restore is not None:
+            try:
+                session._restore(restore)
+            except BaseException:
+                session.close()
+                raise
         return session
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:

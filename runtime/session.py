@@ -6,6 +6,7 @@ Thin Python around the native session: one call per piece of the prompt and one 
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import time
 import weakref
@@ -14,8 +15,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import _native
-from .errors import LoadError, PromptError, SessionError
+from . import _native, session_file
+from .errors import LibraryError, LoadError, PromptError, SessionError, SessionFileError
 from .sampling import Chooser, Sampling, TokenLogprobs, address, make_chooser, rule_of
 from .stats import Stats
 from .weights import Settings, free_context, make_target_context
@@ -256,6 +257,56 @@ class Session:
         native = self._native  # another thread may close it meanwhile
         if native is not None:
             native.cancel()
+
+    # In a file
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes what the session holds to a file, for `Model.session(restore=path)` to go on from, and goes on itself.
+
+        That is the target's state, the drafter's with the rows that wait for it, and the tokens. A text that is being written
+        ends here. A sampler is a text's own, made of its options and seed, so there is none to save.
+
+        Args:
+            path: replaced where it exists, whole or not at all.
+
+        Raises:
+            SessionError: the session holds no text or is not sure of it, is closed, or generating in another thread.
+            SessionFileError: the file cannot be written.
+
+        Example:
+            >>> session.save("talk.session")                                     # doctest: +SKIP
+        """
+        with self._lock:
+            self._check_taken()
+            self._end_current()
+            self._check_open()
+            if not self._history or self._native.dirty:
+                raise SessionError(
+                    "there is nothing to save: the session holds no text, or its last one failed"
+                )
+            with self.model.turns:
+                target, drafter = self._native.save()
+            origin = session_file.Origin.of(self.model, self.n_ctx, self.kind)
+            session_file.write(path, session_file.SavedSession(origin, self._history, target, drafter))
+
+    def _restore(self, path: str | os.PathLike[str]) -> None:
+        """Goes on from a file: for a new session."""
+        here = session_file.Origin.of(self.model, self.n_ctx, self.kind)
+        saved = session_file.read(path, here)
+        if bad := [token for token in saved.tokens if not 0 <= token < self.model.vocab.n_tokens]:
+            raise SessionFileError(
+                f"{path} has token id {bad[0]}, the vocabulary {self.model.vocab.n_tokens}"
+            )
+        is_same_head = (saved.origin.kind, saved.origin.head) == (here.kind, here.head)
+        try:
+            with self.model.turns:
+                self._native.adopt(saved.tokens)
+                self._native.restore(saved.target, saved.drafter if is_same_head else b"", saved.tokens)
+        except (LibraryError, ValueError) as error:
+            raise SessionFileError(f"{path} cannot be restored: {error}") from error
+        finally:
+            _native.release_team()
+        self._history = saved.tokens
 
     # Lifetime
 
