@@ -99,6 +99,16 @@ def vocabulary_keys(checkpoint: Checkpoint, family: Vocabulary = DEFAULT) -> dic
         raise BadTokenizer(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
+def _suppressed(checkpoint: Checkpoint, family: Vocabulary, n_vocab: int) -> dict[str, Key]:
+    """The tokens that are never to be written, where the checkpoint's class says so. Raises ValueError for what is no token."""
+    ids = checkpoint.json("generation_config.json").get("suppress_tokens")
+    if checkpoint.config.architecture not in family.suppressing or not ids:
+        return {}
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < n_vocab for i in ids):
+        raise ValueError(f"suppress_tokens are {ids!r}; expected token ids below {n_vocab}")
+    return {"tokenizer.ggml.suppress_tokens": ids}
+
+
 def _check_text(keys: Mapping[str, Key]) -> None:
     """Raises ValueError for text that UTF-8 cannot hold: JSON can spell half of a surrogate pair."""
     for value in keys.values():
@@ -118,7 +128,8 @@ def _keys(
     tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
     if family.pre == GEMMA4:
         own = _gemma4_keys(model, tokens, types) | _special_ids(added, settings, checkpoint)
-        return own | {"tokenizer.ggml.add_bos_token": True} | _chat_templates(checkpoint, settings)
+        own |= {"tokenizer.ggml.add_bos_token": True} | _suppressed(checkpoint, family, len(tokens))
+        return own | _chat_templates(checkpoint, settings)
     keys: dict[str, Key] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _pre_tokenizer(tokenizer, family),

@@ -44,6 +44,8 @@ KEPT_F32 = (
     "A_log", "linear_attn.norm.weight",
     "_fn", "_base", "hc_attn_scale", "hc_ffn_scale", "hc_head_scale", ".ape", ".attn_sink", "ffn.gate.bias",
 )  # fmt: skip
+# A tensor of what sees pictures, which the text model leaves out, where a family calls it otherwise.
+VISION = {"gemma4": "model.vision_embedder.patch_ln1.weight"}
 WITH_HEAD = [variant for variant in VARIANTS if has_head(*variant)]
 LOGITS_PROMPT, DRAFT_TOKEN = list(range(20, 28)), 40
 END, START, STOP, CALL = 260, 261, 262, 263  # ids of the added tokens
@@ -101,7 +103,8 @@ def tiny_tensors(
         kept = source.name.endswith(KEPT_F32)
         tensors[name] = random_values(source.name, source.shape).astype(DTYPES["F32" if kept else dtype])
     if "language_model" in prefix:
-        tensors["model.visual.merger.norm.weight"] = random_values("visual", (8,)).astype(DTYPES[dtype])
+        of_pictures = VISION.get(arch, "model.visual.merger.norm.weight")
+        tensors[of_pictures] = random_values("visual", (8,)).astype(DTYPES[dtype])
     return tensors
 
 
@@ -132,7 +135,8 @@ def make_checkpoint(
     write_tokenizer(folder, arch)
     write_json(
         folder / "generation_config.json",
-        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [STOP, END]},
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [STOP, END]}
+        | {"suppress_tokens": [7, 9]},
     )
     return folder
 

@@ -79,6 +79,15 @@ def test_pair_drafts_and_says_what_the_main_file_says_alone(pair: tuple[str, Mod
             assert drafted.stats.n_drafted > 0
 
 
+@pytest.mark.parametrize("tokens", ["all", [320], [-1], [True]])
+def test_tokens_that_cannot_be_suppressed(tokens: object, tmp_path: Path) -> None:
+    """Gemma 4's unified models name tokens that are never to be written; test_convert_peer.py has the key."""
+    folder = make_checkpoint(tmp_path, "gemma4", "unified")
+    write_json(folder / "generation_config.json", {"suppress_tokens": tokens})
+    with pytest.raises(BadTokenizer, match=r"suppress_tokens are .*; expected token ids below 320"):
+        convert(folder, tmp_path / "out")
+
+
 def test_every_module_is_a_family_that_names_what_it_is() -> None:
     found = families()
     assert len({name for family in found.values() for name in family.CLASSES}) == sum(

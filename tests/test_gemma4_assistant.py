@@ -11,6 +11,7 @@ from draft_checkpoints import make_draft, make_target
 from test_convert_peer import LISTINGS, assert_equal_tensors
 
 from llama_sidecar.converter import convert
+from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.errors import BadConfig
 from llama_sidecar.runtime import load
 from llama_sidecar.runtime.errors import LoadError
@@ -19,14 +20,15 @@ from llama_sidecar.sidecars import check_pair, open_main, open_sidecar
 NAME = "gemma4_assistant"
 
 
+@pytest.mark.parametrize("variant", drafts()[NAME].TINY)
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
-def test_its_file_equals_the_peers(kind: str, tmp_path: Path) -> None:
+def test_its_file_equals_the_peers(kind: str, variant: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, NAME)
-    draft = make_draft(tmp_path, NAME, "plain", target)
+    draft = make_draft(tmp_path, NAME, variant, target)
     sidecar = convert(draft, tmp_path / "out", None, kind, target=target).sidecar
     assert sidecar and sidecar.name.startswith("mtp-")
     ours = listing(sidecar)
-    theirs = json.loads((LISTINGS / f"{NAME}-plain-{kind}.json").read_text(encoding="utf-8"))["sidecar"]
+    theirs = json.loads((LISTINGS / f"{NAME}-{variant}-{kind}.json").read_text(encoding="utf-8"))["sidecar"]
     assert_equal_tensors(ours["tensors"], theirs["tensors"])
     differing = {
         name

@@ -19,7 +19,7 @@ from llama_sidecar.converter.families import _parts as family_parts
 
 KIND = "mtp"
 ARCH = "gemma4-assistant"
-CLASSES = ("Gemma4AssistantForCausalLM",)
+CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 INSIDE: dict[str, tuple[str, str]] = {}
 REFUSED: dict[str, str] = {}
 
@@ -84,15 +84,18 @@ _TEXT: dict[str, Any] = {
     "layer_types": [gemma4.WINDOWED, gemma4.FULL],
     "final_logit_softcapping": None,
 }
+_PLAIN: dict[str, Any] = {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 64,
+    "tie_word_embeddings": True,
+    "text_config": _TEXT,
+}
 TINY = {
-    "plain": (
-        {
-            "architectures": ["Gemma4AssistantForCausalLM"],
-            "model_type": "gemma4_assistant",
-            "backbone_hidden_size": 64,
-            "tie_word_embeddings": True,
-            "text_config": _TEXT,
-        },
+    "plain": (_PLAIN, frozenset[str]()),
+    "unified": (
+        _PLAIN
+        | {"architectures": ["Gemma4UnifiedAssistantForCausalLM"], "model_type": "gemma4_unified_assistant"},
         frozenset[str](),
-    )
+    ),
 }

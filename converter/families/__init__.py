@@ -69,11 +69,13 @@ class Placement:
 class Vocabulary:
     """`pre` is llama.cpp's name for the family's pre-tokenizer, where several names stand for one pattern.
 
-    `special` gives tokens a role by their texts: GGUF's name of the role ("bos", "eot") -> the text.
+    `special` gives tokens a role by their texts: GGUF's name of the role ("bos", "eot") -> the text. Of the classes `suppressing`,
+    generation_config.json says which tokens are never to be written.
     """
 
     pre: str
     special: Mapping[str, str] = field(default_factory=dict)
+    suppressing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from llama_sidecar.converter.errors import BadConfig
 from llama_sidecar.converter.families import Layout, Placement, Vocabulary, _parts, place
 
 ARCH = "gemma4"
-CLASSES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+UNIFIED = ("Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedForCausalLM")  # without towers
+CLASSES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", *UNIFIED)
 DROPPED = re.compile(
-    r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.|\.rotary_emb\.|\.(input|output)_(min|max)$"
+    r"^(model\.)?(vision_tower|audio_tower|vision_embedder|embed_vision|embed_audio)\.|\.rotary_emb\.|\.(input|output)_(min|max)$"
 )
 PREFIX = "model."
-VOCABULARY = Vocabulary("gemma4")
+VOCABULARY = Vocabulary("gemma4", suppressing=UNIFIED)
 FULL, WINDOWED = "full_attention", "sliding_attention"
 VANISHING = 1e30  # what a frequency is divided by that does not rotate
 
@@ -246,6 +247,19 @@ TINY = {
     "dense": (_TINY | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}, frozenset[str]()),
     "layered": (
         _TINY | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        frozenset[str](),
+    ),
+    "unified": (
+        {
+            "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+            "model_type": "gemma4_unified",
+            "text_config": {
+                name: value
+                for name, value in (_TINY | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}).items()
+                if name != "architectures"
+            }
+            | {"model_type": "gemma4_unified_text"},
+        },
         frozenset[str](),
     ),
     "experts": (

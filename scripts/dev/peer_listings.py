@@ -36,6 +36,7 @@ from draft_checkpoints import (  # noqa: E402
 )
 from quantized import METHODS, PUBLISHED, make_published, make_quantized  # noqa: E402
 
+from llama_sidecar.converter.drafts import drafts  # noqa: E402
 from llama_sidecar.converter.families import families  # noqa: E402
 
 TYPES = ("F32", "BF16", "Q8_0")
@@ -52,7 +53,8 @@ def main(peer_convert: Path, only: str | None, out: Path) -> None:
         if only in (None, f"{arch}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_variant(peer_convert, arch, variant, Path(folder), out)
-    for name, variant in [*DRAFTS, *((name, "plain") for name in FAMILYS_OWN)]:
+    of_families = [(name, variant) for name in FAMILYS_OWN for variant in drafts()[name].TINY]
+    for name, variant in [*DRAFTS, *of_families]:
         if only in (None, f"{name}-{variant}"):
             with tempfile.TemporaryDirectory() as folder:
                 _list_draft(peer_convert, name, variant, Path(folder), out)
