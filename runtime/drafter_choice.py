@@ -29,7 +29,7 @@ from llama_sidecar.sidecars.kinds.mtp import ASSISTANTS
 
 from ._native import drafter_kinds
 from .errors import LoadError
-from .layer_inputs import check_layer_inputs
+from .layer_inputs import check_layer_inputs, check_shared_cache
 
 AUTO, NONE = "auto", "none"
 MODEL, NGRAM = "model", "ngram"
@@ -187,6 +187,8 @@ def _checked(main: MainFile, sidecar: Sidecar | Compact, why: str, *, asked_for:
     match = check_pair(main, sidecar, force=force)
     try:
         check_layer_inputs(main, sidecar)
+        if chosen.shares_target and chosen.is_head:
+            check_shared_cache(main, sidecar)
     except LoadError as error:
         if asked_for:
             raise

@@ -1,4 +1,4 @@
-"""Which models hand out the inputs of their layers, which EAGLE3, DFlash and DSpark draft from.
+"""Which models hand out what drafters read of them: inputs of layers (EAGLE3, DFlash, DSpark), or their cache (an assistant).
 
 llama.cpp ends the process when it is asked for a layer that a model's graph does not hand out, and has no function that tells.
 So the architectures are listed here, from its sources (src/models/*.cpp of the version that llama-cpp-python 0.3.36 carries).
@@ -6,7 +6,9 @@ So the architectures are listed here, from its sources (src/models/*.cpp of the 
 
 from __future__ import annotations
 
-from llama_sidecar.sidecars import MainFile, Sidecar
+from typing import Any
+
+from llama_sidecar.sidecars import GGUFHeader, MainFile, Sidecar
 from llama_sidecar.sidecars.compact import Compact
 from llama_sidecar.sidecars.kinds import KINDS
 
@@ -87,3 +89,43 @@ def check_layer_inputs(main: MainFile, sidecar: Sidecar | Compact) -> None:
             f"{'those' if missing == list(layers) else f'that of layer {missing[0]}'} of {main.path} ({main.arch}): "
             f"use a sidecar of another kind"
         )
+
+
+WINDOWS = "attention.sliding_window_pattern"
+
+
+def check_shared_cache(main: MainFile, sidecar: Sidecar | Compact) -> None:
+    """Checks that an assistant's layers can attend to the main model's cache, as llama.cpp maps them: those with a window to its
+    last layer but one, the others to its last. It ends the process where their heads differ.
+
+    Raises:
+        LoadError: they cannot; both files are named.
+
+    Example:
+        >>> check_shared_cache(open_main("gemma-4.gguf"), open_sidecar("mtp-gemma-4.gguf"))    # doctest: +SKIP
+    """
+    last = {True: main.n_layers - 2, False: main.n_layers - 1}
+    for is_windowed, layer in last.items():
+        if layer < 0 or bool(_of_layer(main.header, WINDOWS, layer)) != is_windowed:
+            raise LoadError(
+                f"{sidecar.path} attends to the cache of {main.path}, whose last two layers are not one with a window and one "
+                f"without: llama.cpp shares no others; leave the sidecar out"
+            )
+    for layer in range(sidecar.header.uint("{arch}.block_count")):
+        is_windowed = bool(_of_layer(sidecar.header, WINDOWS, layer))
+        for name in ("head_count_kv", *(f"{part}_length{'_swa' * is_windowed}" for part in ("key", "value"))):
+            ours = _of_layer(main.header, f"attention.{name}", last[is_windowed])
+            theirs = _of_layer(sidecar.header, f"attention.{name}", layer)
+            if ours != theirs:
+                raise LoadError(
+                    f"{sidecar.path} attends to the cache of {main.path}, and their heads differ: attention.{name} is {theirs} "
+                    f"there and {ours} here; use the assistant that was made for this model"
+                )
+
+
+def _of_layer(header: GGUFHeader, name: str, layer: int) -> Any:
+    """A key that is one value for all layers, or one for each; None where it is absent."""
+    value = header.keys.get(f"{header.arch}.{name}")
+    if not hasattr(value, "__len__"):
+        return value
+    return value[layer] if layer < len(value) else None

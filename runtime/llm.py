@@ -279,13 +279,16 @@ class Model:
         """The context of a drafter beside this target's, which must outlive it; None for one that computes nothing."""
         if not self._chosen.has_weights:
             return None
-        return make_draft_context(
-            self.head_weights,
-            settings,
-            n_ctx=n_ctx,
-            is_head=self._chosen.is_head,
-            other=target if self._chosen.shares_target else None,
-        )
+        try:
+            return make_draft_context(
+                self.head_weights,
+                settings,
+                n_ctx=n_ctx,
+                is_head=self._chosen.is_head,
+                other=target if self._chosen.shares_target else None,
+            )
+        except LoadError as error:
+            raise LoadError(f"{self.head_weights.path} cannot draft for {self.main.path}: {error}") from error
 
     @property
     def kind(self) -> str | None:

@@ -36,6 +36,7 @@ def make_head(kind: str, pointer: Any, *, n_layers: int) -> Head:
         "dflash": DFlash,
         "dspark": DSpark,
         "model": DraftModel,
+        "gemma4-assistant": Gemma4Assistant,
     }
     return heads[kind](pointer, n_layers)  # type: ignore[no-any-return]
 
@@ -166,6 +167,26 @@ class DSpark(DFlash):
         super().__init__(pointer, n_layers)
         if self.context.meta("dflash.sample_from_anchor") != "false":
             self.first = 0
+
+
+class Gemma4Assistant:
+    """All drafts of a round stand at the last token's position, over the target's own cells."""
+
+    def __init__(self, pointer: Any, n_layers: int) -> None:
+        self.context, self.layers = Context(pointer, masked=True), [LAST_HIDDEN]
+        self.row, self.n = np.zeros(self.context.n_embd), 0
+
+    def observe(self, pos: int, tokens: Sequence[int], rows: Any) -> None:
+        self.row, self.n = rows[-1], pos + len(tokens)
+
+    def propose(self, last: int, n: int) -> list[int]:
+        drafts: list[int] = []
+        token, row = last, self.row
+        for _ in range(n):
+            self.context.decode([token], self.n, [0], [row])
+            token, row = self.context.greedy(0), self.context.hidden(0)
+            drafts.append(token)
+        return drafts
 
 
 class DraftModel:

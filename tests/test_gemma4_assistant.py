@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from checkpoints import listing
 from draft_checkpoints import make_draft, make_target
+from native_rounds import drafts_at_depths
 from test_convert_peer import LISTINGS, assert_equal_tensors
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.errors import BadConfig
-from llama_sidecar.runtime import load
-from llama_sidecar.runtime.errors import LoadError
+from llama_sidecar.runtime import LoadError, _native, load, reference
 from llama_sidecar.sidecars import check_pair, open_main, open_sidecar
 
 NAME = "gemma4_assistant"
@@ -39,20 +39,98 @@ def test_its_file_equals_the_peers(kind: str, variant: str, tmp_path: Path) -> N
     assert differing == set()
 
 
-def test_it_fits_its_main_file_which_runs_without_it(tmp_path: Path) -> None:
-    """Nothing here reads the target's own cache yet: a user is told so, and gets plain text."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     pytest.importorskip("llama_cpp")
-    target = make_target(tmp_path, NAME)
-    draft = make_draft(tmp_path, NAME, "plain", target)
-    main = convert(target, tmp_path / "out", "F32").main
-    sidecar = convert(draft, tmp_path / "out", None, "F32", target=target, name="tiny-gemma4-dense").sidecar
+    folder = tmp_path_factory.mktemp("gemma4")
+    target = make_target(folder, NAME)
+    draft = make_draft(folder, NAME, "plain", target)
+    main = convert(target, folder / "out", "F32").main
+    sidecar = convert(draft, folder / "out", None, "F32", target=target, name="tiny-gemma4-dense").sidecar
     assert main and sidecar
+    return main, sidecar
+
+
+PROMPT = [5, 9, 30, 31, 5, 9, 77, 100, 101, 200, 5, 9]
+N = 32
+
+
+def test_it_drafts_as_the_reference_does_on_the_targets_own_cache(pair: tuple[Path, Path]) -> None:
+    main, sidecar = pair
     check_pair(open_main(main), open_sidecar(sidecar))
-    with load(main, ctx=128, threads=1) as model:
-        assert model.speculation.kind is None
-        assert "has no gemma4-assistant drafter" in model.speculation.why
-    with pytest.raises(LoadError, match="has no gemma4-assistant drafter"):
-        load(main, sidecar)
+    with load(main, ctx=256, threads=1, depth=4) as model:
+        assert (model.kind, model.drafter, model.speculation.path) == ("mtp", "gemma4-assistant", sidecar)
+        with model.session(spec_type="none") as session:
+            plain = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
+            plain.read()
+        for depth in (1, 2, 4):
+            expected, expected_drafts = reference.generate(model, PROMPT, N, depth)
+            found_drafts: list[list[int]] = []
+            with model.session(depth=depth) as session:
+                native, chooser = session._native, _native.greedy_chooser()
+                native.feed(PROMPT, True)
+                found = [native.first(chooser)]
+                while len(found) < N:
+                    step = native.step(chooser, min(depth, N - len(found) - 1), True)
+                    found += step.tokens
+                    found_drafts.append(step.drafts)
+            assert found == expected == plain.tokens
+            assert found_drafts == expected_drafts
+            assert len({tuple(drafts) for drafts in found_drafts}) > 1
+
+
+def test_rounds_of_any_depth_and_two_texts_leave_the_targets_cache_as_plain_decoding_does(
+    pair: tuple[Path, Path],
+) -> None:
+    with load(pair[0], ctx=256, threads=1, depth=4) as model:
+        depths = [3, 0, 0, 2, 1, 0, 3, 4, 4, 1]
+        runs = [
+            drafts_at_depths(model, PROMPT, depths, catches_up=catches_up) for catches_up in (True, False)
+        ]
+        assert runs[0] == runs[1] and list(map(len, runs[0])) == depths
+        with model.session() as session, model.session(spec_type="none") as plain:
+            for prompt in (PROMPT, PROMPT[:5], PROMPT * 3):
+                texts = []
+                for one in (session, plain):
+                    generation = one.generate(prompt, max_tokens=N, temperature=0, ignore_eos=True)
+                    generation.read()
+                    texts.append(generation.tokens)
+                assert texts[0] == texts[1]
+                assert session._native.state() == plain._native.state()
+
+
+def test_with_pace_and_beside_another_session(pair: tuple[Path, Path]) -> None:
+    with load(pair[0], ctx=256, threads=1) as model, model.session() as one, model.session() as other:
+        texts = [s.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True) for s in (one, other)]
+        for _ in zip(*texts, strict=False):  # in turns
+            pass
+        assert texts[0].tokens[: N // 2] == texts[1].tokens[: N // 2]
+
+
+def test_a_cache_that_llama_cpp_cannot_share_is_refused_with_both_files_names(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It would end the process, or read another layer's cells."""
+    main, sidecar = pair
+    for edited, key, words in (
+        ("main", "gemma4.attention.key_length", "their heads differ"),
+        ("main", "gemma4.attention.sliding_window_pattern", "last two layers"),
+    ):
+        data = main.read_bytes()
+        name = key.encode()
+        at = data.index(name + (4 if "length" in key else 9).to_bytes(4, "little"))
+        broken = bytearray(data)
+        if "length" in key:
+            broken[at + len(name) + 4] ^= 0x30
+        else:
+            n = int.from_bytes(data[at + len(name) + 8 : at + len(name) + 16], "little")
+            first = at + len(name) + 16
+            broken[first : first + n] = bytes(1 - b for b in data[first : first + n])
+        path = tmp_path / f"{edited}-{len(key)}.gguf"
+        path.write_bytes(broken)
+        with pytest.raises(LoadError, match=words) as error:
+            load(path, sidecar)
+        assert str(path) in str(error.value) and str(sidecar) in str(error.value)
 
 
 def test_of_another_width_it_is_refused(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ class DraftContext {
     void get(ByteReader & in);
 
     void start();
+    // The same, the first cell lying at position n: for a context that shares the cells of another, which looks after them.
+    void start_at(llama_pos n) {
+        n_cells_ = n;
+        start();
+    }
     // The next cell is of a token, of a row of `width` floats, or of both: token < 0 or row null leaves one out. Copies the row.
     void add(llama_token token, const float * row, size_t width, bool wants_output);
     // Computes the batch as cells that stay, or as rows that leave none. Throws LibraryError when llama.cpp refuses.

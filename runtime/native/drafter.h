@@ -46,6 +46,9 @@ class Drafter {
     // The most guesses that one propose() makes.
     virtual int32_t max_depth() const { return INT32_MAX; }
 
+    // Whether it attends to the target's own cache, which must then hold the standing positions and no more at propose().
+    virtual bool reads_cache() const { return false; }
+
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
 

@@ -85,6 +85,7 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog, const std
         const int32_t n_drafts = most_drafts(*target_, depth);
         if (!is_plain() && n_drafts > 0) {
             if (lacks_rows_) adopt();
+            if (drafter_->reads_cache()) target_->settle();
             picker.begin();
             drafter_->propose(last_, n_drafts, picker, round.drafts);
         }
