@@ -39,5 +39,5 @@ wheel: ## Build the wheel into dist/
 	@ls -l dist/*.whl
 
 clean: ## Remove .venv and all that was built
-	rm -rf .venv .build dist demo-models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .build dist demo-models .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find converter sidecars runtime scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

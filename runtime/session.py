@@ -149,7 +149,8 @@ class Session:
             ignore_eos: go on past the end-of-text token (benchmarks).
             logprobs: keep each token's log-probability, and those of so many likeliest ones, in `Generation.logprobs`.
             accept: which drafts stand above temperature 0: "match" (those that plain decoding with the same seed draws), "reject"
-                (speculative sampling: the same distribution, other draws, more drafts stand), or "auto": the faster one here,
+                (speculative sampling: the same distribution, other draws, more drafts stand; a seed gives the same text again only with
+                the same depths, and a head whose rows do not change), or "auto": the faster one here,
                 and "match" where a seed is given.
             sampling: how tokens are chosen; by default as the file says, else greedily.
             options: any setting of `Sampling` (temperature, top_k, seed, grammar, ...), over those; None leaves it as it is.

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import drafts
-import models
 import numpy as np
 import pytest
 from conftest import PairOf
+from kind_models import KINDS, open_kind, write_kind, write_near
 
 from llama_sidecar.runtime import Model, PromptError, Sampling, _native, load
 from llama_sidecar.runtime.library import llama
@@ -275,53 +274,13 @@ def test_the_two_sample_test_catches_them_too() -> None:
 
 # Drafters of every kind
 
-PROMPT = list(b"hello wo")
-N_KIND_DRAWS = 500
-KINDS = (
-    "mtp",
-    "mtp, recurrent",
-    "mtp, compact",
-    "eagle3",
-    "dflash",
-    "dflash2",
-    "dspark",
-    "model",
-    "scripted",
-)
-
-
-def near(main: Path, folder: Path) -> Path:
-    """A draft model that is the target but for noise."""
-    rng = np.random.default_rng(7)
-
-    def edit(tensors: dict[str, np.ndarray]) -> None:
-        for name, data in tensors.items():
-            if data.ndim == 2:
-                tensors[name] = (data + 0.05 * np.abs(data).mean() * rng.standard_normal(data.shape)).astype(
-                    np.float32
-                )
-
-    return models.write_pair(folder, recurrent=False, edit=edit, type=drafts.T.Q8_0).main
+PROMPT = list(range(20, 28))
+N_KIND_DRAWS = 300
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = tmp_path_factory.mktemp("reject")
-    kind: str = request.param
-    options: dict[str, Any] = {}
-    if kind in ("eagle3", "dflash", "dflash2", "dspark"):
-        main = drafts.write_target(folder, "qwen3")
-        if kind == "eagle3":
-            fc = drafts.fitted_fc(main, PROMPT, (1, 2, 3), ahead=2)
-            drafts.write_eagle3(folder, scale=0.2, fc=fc)
-        else:
-            drafts.write_dflash(folder, selector=kind == "dflash2", markov=kind == "dspark")
-    else:
-        main = models.write_pair(folder, recurrent=kind == "mtp, recurrent", type=drafts.T.Q8_0).main
-        options["draft_vocab"] = 100 if kind == "mtp, compact" else "full"
-        if kind == "model":
-            options["sidecar"] = near(main, folder / "draft")
-    with load(main, ctx=128, threads=1, depth=3, **options) as model:
+    with open_kind(*write_kind(request.param, tmp_path_factory.mktemp("reject"))) as model:
         yield model
 
 
@@ -331,7 +290,7 @@ def test_every_kind_draws_as_plain_decoding_does(drafting: Model, options: dict[
     samples: list[list[Text]] = []
     n_drafted = 0
     for spec_type, accept in (("none", "match"), (None, "reject")):
-        with drafting.session(spec_type=spec_type, learn=False) as session:
+        with drafting.session(spec_type=spec_type) as session:
             sample = []
             for seed in range(N_KIND_DRAWS):
                 n = 2 + seed % 3  # so that rounds have 1, 2 and 3 drafts
@@ -350,7 +309,7 @@ def test_a_draft_model_like_the_target_stands_more_often_than_by_match(
     stood = {}
     main = pair_of("T", "Q8_0").main
     with (
-        load(main, near(main, tmp_path), ctx=256, threads=1, depth=3) as model,
+        load(main, write_near(tmp_path, recurrent=False), ctx=256, threads=1, depth=3) as model,
         model.session() as session,
     ):
         for accept in ("match", "reject"):
