@@ -27,7 +27,9 @@ KINDS = (
     "dflash2",
     "dspark",
     "model",
+    "ngram",
 )
+ALWAYS = tuple(kind for kind in KINDS if kind != "ngram")  # draft in every round, whatever the text is
 _LAYERS = (1, 2, 3)
 
 
@@ -40,6 +42,8 @@ def write_kind(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     if kind in ("mtp, T", "mtp, R", "mtp, compact"):
         main = models.write_pair(folder, recurrent=kind == "mtp, R", type=drafts.T.Q8_0).main
         return main, {"draft_vocab": 100 if kind == "mtp, compact" else "full"}
+    if kind == "ngram":
+        return models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main, {"spec_type": "ngram"}
     if kind == "model":
         main = models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main
         return main, {"sidecar": write_near(folder / "draft", recurrent=False)}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kind_models import KINDS, PROMPT, open_kind, write_kind
+from kind_models import ALWAYS, KINDS, PROMPT, open_kind, write_kind
 
 from llama_sidecar.runtime import Generation, Model, Scripted, Session, _native
 from llama_sidecar.runtime.sampling import MAX_SEED
@@ -146,6 +146,7 @@ def test_a_state_after_rewinds_is_that_of_a_run_that_never_speculated(
         assert session._native.state() == found
 
 
+@pytest.mark.parametrize("kind", ALWAYS)
 @pytest.mark.parametrize("n_prompt", [17, 33])
 def test_prompt_pieces_do_not_change_the_drafts(model_of: ModelOf, kind: str, n_prompt: int) -> None:
     """Case 15: a prompt of 2 x 8 + 1 (and 4 x 8 + 1) tokens in batches of 8 gives the drafts of one batch."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PairOf
-from kind_models import KINDS, open_kind, write_kind, write_near
+from kind_models import ALWAYS, open_kind, write_kind, write_near
 
 from llama_sidecar.runtime import Model, PromptError, Sampling, _native, load
 from llama_sidecar.runtime.library import llama
@@ -278,7 +278,7 @@ PROMPT = list(range(20, 28))
 N_KIND_DRAWS = 300
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ALWAYS)
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     with open_kind(*write_kind(request.param, tmp_path_factory.mktemp("reject"))) as model:
         yield model
