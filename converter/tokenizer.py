@@ -127,6 +127,7 @@ def _keys(
     added = _added_tokens(tokenizer, settings)
     tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
     if family.pre == GEMMA4:
+        _check_split_at_spaces(tokenizer.get("pre_tokenizer"))
         own = _gemma4_keys(model, tokens, types) | _special_ids(added, settings, checkpoint)
         own |= {"tokenizer.ggml.add_bos_token": True} | _suppressed(checkpoint, family, len(tokens))
         return own | _chat_templates(checkpoint, settings)
@@ -140,6 +141,15 @@ def _keys(
     keys |= _special_ids(added, settings, checkpoint) | _roles(added, family)
     keys |= _added_at_the_ends(tokenizer, settings)
     return keys | _chat_templates(checkpoint, settings)
+
+
+def _check_split_at_spaces(stage: Mapping[str, Any] | None) -> None:
+    """Raises BadTokenizer where text is split at more than spaces, of which Gemma 4's has none left by then."""
+    if stage and (stage.get("type"), stage.get("pattern")) != ("Split", {"String": " "}):
+        raise BadTokenizer(
+            f"tokenizer.json splits by {stage.get('pattern') or stage.get('type')}; expected Gemma 4's, which splits at spaces alone: "
+            f"the text would be cut at other places than in training"
+        )
 
 
 def _gemma4_keys(model: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Key]:
