@@ -57,7 +57,7 @@ class RuleChoice {
         double n_tokens = 0.0, seconds = 0.0;  // of its rounds, older ones counting less
     };
     Rule rules_[2];
-    int now_ = 0;
+    int now_ = 1;  // mostly the one that accepts more, so that pace does not give up drafting for the other's sake
     bool is_trial_ = true;
     int32_t n_left_ = n_trial;  // rounds until the next change
     static constexpr int32_t n_trial = 8, n_stay = 120;
