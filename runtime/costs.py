@@ -13,11 +13,11 @@ import hashlib
 import json
 import math
 import os
-import resource
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 BUDGET_S = 4.5  # what is promised is 5, and the last turn may take a little longer than the one before
 MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change
 BUSY_AGE_S = 600.0  # costs of a busy machine
-BUSY_PREEMPTIONS = (
-    1000  # a second: with another program on the cores it is 3,000 to 15,000, otherwise up to 150
-)
+BUSY_SHARE = 0.1  # of the time stood ready without a processor: 0.3 to 0.5 beside a busy loop on every core, else up to 0.02
 MAX_TURNS = 15
 MAX_DEPTHS = 9  # measured in a turn; those between are interpolated
 N_CTX = 512
@@ -296,7 +294,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
     """
     if model.kind is None:
         raise LoadError(f"there is no draft to measure: {model.speculation.why} (--sidecar FILE names one)")
-    started, n_preempted = time.perf_counter(), _n_preempted()
+    started, waited_s = time.perf_counter(), _waited_s()
     depth = _n_drafts(model)
     if depth < 1:
         raise LoadError("a batch of 1 has no room for drafts: raise --batch")
@@ -308,18 +306,21 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         model.session(ctx=N_CTX, depth=depth, learn=False, scripted=stand_in) as drafting,
     ):
         plain_rounds, rounds = _measure(plain, drafting, tokens, depth, started + budget_s)
-    preemptions = (_n_preempted() - n_preempted) / (time.perf_counter() - started)
+    waited_share = (_waited_s() - waited_s) / (time.perf_counter() - started)
     return replace(
         _costs(plain_rounds, rounds, depth),
-        calm=preemptions < BUSY_PREEMPTIONS,
+        calm=waited_share < BUSY_SHARE,
         n_threads=model.settings.n_threads,
         key=costs_key(model),
     )
 
 
-def _n_preempted() -> int:
-    """How often this process was made to wait for others."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _waited_s() -> float:
+    """Seconds that this thread stood ready and others had the processors; 0 where the system does not say."""
+    with suppress(OSError, ValueError):
+        _, waited_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        return waited_ns / 1e9
+    return 0.0
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,10 @@ def try_out(
         raise ValueError(
             f"{shape[0]} values are no blocks of {type.name} ({GGML_QUANT_SIZES[type][0]} values each)"
         )
-    ours_s, stock_s = _native.smallbatch_trial(
-        int(type), *shape, n_bytes, list(n_rows), threads, repeats, repacked
-    )
+    try:
+        ours_s, stock_s = _native.smallbatch_trial(
+            int(type), *shape, n_bytes, list(n_rows), threads, repeats, repacked
+        )
+    finally:
+        _native.release_team()  # the first text may be another thread's
     return Trial(type, shape, n_bytes, tuple(n_rows), tuple(ours_s), tuple(stock_s))

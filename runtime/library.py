@@ -1,4 +1,4 @@
-"""Binds the native loop to the llama.cpp library that llama_cpp has loaded, once, at the first load.
+"""Loads llama_cpp and binds the native loop to its llama.cpp library, once, at the first load.
 
 Knows which release the loop was tested with. Importing this module imports nothing heavy; importing the package never
 fails for the library's sake: whatever is wrong is a `LibraryError` when a model is loaded.
@@ -14,6 +14,7 @@ from typing import cast
 
 from . import _native
 from .errors import LibraryError
+from .openmp import bounded_spin
 
 TESTED_VERSIONS = ("0.3.36",)
 _lock = threading.Lock()
@@ -38,6 +39,11 @@ def llama() -> ModuleType:
 
 
 def _bind() -> ModuleType:
+    with bounded_spin():
+        return _load()
+
+
+def _load() -> ModuleType:
     tested = "tested: llama-cpp-python " + ", ".join(TESTED_VERSIONS)
     try:
         import llama_cpp

@@ -131,9 +131,7 @@ def device_list(names: str) -> Any:
 
 def _ggml() -> ctypes.CDLL:
     """libggml of the loaded llama.cpp, with the few device functions declared."""
-    import llama_cpp
-
-    folder = Path(llama_cpp.__file__).parent / "lib"
+    folder = Path(str(llama().__file__)).parent / "lib"
     candidates = [folder / name for name in ("libggml.so", "libggml.dylib")]
     found = next((path for path in candidates if path.exists()), None)
     if found is None:

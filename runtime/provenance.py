@@ -97,10 +97,11 @@ def backend(model: Model) -> str:
 
 def library() -> dict[str, str]:
     """The release of llama-cpp-python, the llama.cpp commit inside it, and how that was built."""
-    import llama_cpp
+    module = llama()
+    import llama_cpp  # after llama(), which chooses how its threads wait
 
     try:
-        commit = llama()._lib.ggml_commit
+        commit = module._lib.ggml_commit
         commit.restype = ctypes.c_char_p
         built_from = commit().decode()
     except AttributeError:  # builds before ggml knew its commit

@@ -24,8 +24,8 @@ class Stats:
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
     drafting nor verifying nor choosing.
-    `waiting` is how OpenMP's threads waited at the end: "spin", "sleep" while others used the processors, "as it is" where the user
-    or the system decides.
+    `waiting` is how OpenMP's threads waited at the end: "spin 1 ms" at most ("spin" where libgomp was loaded before us), "sleep"
+    while others used some of the processors, "as it is" where the user or the system decides.
 
     >>> stats = Stats("mtp", "on", "beside the main file", depth=3, n_rounds=1, n_drafted=3, n_accepted=2,
     ...               _drafted_at=[1, 1, 1], _accepted_at=[1, 1, 0])

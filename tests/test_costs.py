@@ -6,6 +6,8 @@ import doctest
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -295,13 +297,36 @@ def test_costs_of_a_busy_machine_are_soon_measured_again(kept: Path, monkeypatch
     assert recall(KEY) is None
 
 
-@pytest.mark.parametrize("per_s, calm", [(100, True), (5000, False)])
+@pytest.mark.parametrize("share, calm", [(0.02, True), (0.35, False)])
 def test_a_busy_machine_is_noticed(
-    measured: Any, monkeypatch: pytest.MonkeyPatch, per_s: int, calm: bool
+    measured: Any, monkeypatch: pytest.MonkeyPatch, share: float, calm: bool
 ) -> None:
-    """By how often the process had to wait for others."""
-    monkeypatch.setattr(costs_module, "_n_preempted", lambda: per_s * costs_module.time.perf_counter())
+    """By how long the thread that measures had to wait for others."""
+    monkeypatch.setattr(costs_module, "_waited_s", lambda: share * costs_module.time.perf_counter())
     assert measured()[0].calm is calm
+
+
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="Linux with scheduler statistics"
+)
+def test_the_time_spent_waiting_for_a_processor_is_counted() -> None:
+    """Beside a busy loop on the same processor."""
+    code = """
+import os, time
+from llama_sidecar.runtime.costs import _waited_s
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+loop = os.fork()
+if loop == 0:
+    while True: pass
+started, waited = time.perf_counter(), _waited_s()
+while time.perf_counter() - started < 0.5: pass
+print(_waited_s() - waited)
+os.kill(loop, 9)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert 0.1 < float(done.stdout) < 0.5
 
 
 def test_old_costs_are_measured_again(kept: Path) -> None:

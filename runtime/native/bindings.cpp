@@ -8,6 +8,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <dlfcn.h>
+
 #include <optional>
 #include <tuple>
 
@@ -53,6 +55,12 @@ llama_context * context_at(uintptr_t address) {
     return reinterpret_cast<llama_context *>(address);
 }
 
+std::optional<std::string> openmp_library() {
+    Dl_info info;
+    if (api().gomp_parallel == nullptr || dladdr(reinterpret_cast<void *>(api().gomp_parallel), &info) == 0) return {};
+    return info.dli_fname;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -85,8 +93,13 @@ NB_MODULE(_native, m) {
     m.def("release_team", &release_team,
           "Ends the OpenMP threads that wait for this thread's next product.");
     m.def("waiting", [] { return Waiting::of_process().state(); },
-          "How OpenMP's threads wait: 'spin', 'sleep' (others use the processors), or 'as it is' set by the user or the system.");
-    m.def("should_sleep", &should_sleep, "room"_a, "n_threads"_a, "sleeping"_a);
+          "How OpenMP's threads wait: 'spin 1 ms' at most (or 'spin', where libgomp could not be told), 'sleep' while others use some of "
+          "the processors, or 'as it is' set by the user or the system.");
+    m.def("spins_for", [](int ms) { Waiting::of_process().spins_for(ms); }, "ms"_a, "libgomp was told to spin so long at most.");
+    m.def("is_crowded", &is_crowded, "room"_a, "n_threads"_a, "sleeping"_a);
+    m.def("is_full", &is_full, "n_others"_a, "n_cpus"_a, "sleeping"_a);
+    m.def("spins_in", &spins_in, "seconds"_a, "GOMP_SPINCOUNT for so many seconds, as measured.");
+    m.def("openmp_library", &openmp_library, "The file of the libgomp that llama.cpp computes on, or None.");
     m.def(
         "piece",
         [](uintptr_t model, llama_token token) {

@@ -1,10 +1,12 @@
 #include "waiting.h"
 
+#include <dirent.h>
 #include <sched.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +22,9 @@ namespace {
 constexpr std::chrono::milliseconds between_looks{250};  // /proc/stat counts hundredths of a second
 
 constexpr std::chrono::milliseconds pause{50};  // spinning threads have long gone to sleep
+
+constexpr double slice_s = 0.004;      // what a scheduler gives a thread at a time, at most
+constexpr double default_spins = 3e5;  // libgomp's own choice
 
 // What /proc/stat says of the processors that this process may use.
 struct Processors {
@@ -55,6 +60,33 @@ Processors processors() {
     return found;
 }
 
+// Threads of this process that run or could.
+int n_own_running() {
+    int n = 0;
+    DIR * tasks = opendir("/proc/self/task");
+    if (tasks == nullptr) return n;
+    while (const dirent * task = readdir(tasks)) {
+        char path[288], line[512];
+        std::snprintf(path, sizeof path, "/proc/self/task/%s/stat", task->d_name);
+        std::FILE * file = task->d_name[0] == '.' ? nullptr : std::fopen(path, "re");
+        if (file == nullptr) continue;
+        const char * name_end = std::fgets(line, sizeof line, file) == nullptr ? nullptr : std::strrchr(line, ')');
+        n += name_end != nullptr && std::strncmp(name_end, ") R", 3) == 0;
+        std::fclose(file);
+    }
+    closedir(tasks);
+    return n;
+}
+
+// What libgomp does between two looks.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    asm volatile("" ::: "memory");
+#endif
+}
+
 double own_seconds() {
     timespec used{};
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
@@ -62,6 +94,19 @@ double own_seconds() {
 }
 
 }  // namespace
+
+int64_t spins_in(double seconds) {
+    constexpr int n_looks = 2000, n_tries = 5;
+    constexpr double least_s = 1e-10;  // of a look: a clock may be too coarse to tell
+    const std::atomic<int> awaited{0};
+    double shortest_s = 1;  // another program may have had the processor meanwhile
+    for (int i = 0; i < n_tries; ++i) {
+        const auto started = std::chrono::steady_clock::now();
+        for (int look = 0; look < n_looks && awaited.load(std::memory_order_acquire) == 0; ++look) relax();
+        shortest_s = std::min(shortest_s, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+    }
+    return int64_t(seconds / std::max(shortest_s / n_looks, least_s));
+}
 
 struct Waiting::Parked {
     std::mutex mutex;
@@ -95,6 +140,7 @@ Waiting::Waiting() : looked_at_(std::chrono::steady_clock::now()), ours_s_(own_s
     idle_s_ = found.idle_s;
     works_ = n_cpus_ > 0 && api().gomp_parallel != nullptr && std::getenv("OMP_WAIT_POLICY") == nullptr &&
              std::getenv("GOMP_SPINCOUNT") == nullptr;
+    if (works_) is_short_ = default_spins < double(spins_in(slice_s));
 }
 
 void Waiting::before(int n_threads) {
@@ -108,7 +154,7 @@ void Waiting::before(int n_threads) {
     double room = (found.idle_s - idle_s_ + ours_s - ours_s_) / seconds;
     if (paused) {
         const auto room_now = [&] { return found.n_others == 0 ? n_cpus_ - (found.n_running - 1) : n_cpus_; };  // one is this
-        for (int i = 0; i < 4 && should_sleep(room_now(), n_wanted, sleeping_); ++i) {  // what runs for a moment is no load
+        for (int i = 0; i < 4 && is_crowded(room_now(), n_wanted, sleeping_); ++i) {  // what runs for a moment is no load
             std::this_thread::sleep_for(std::chrono::microseconds(500));
             found = processors();
         }
@@ -117,7 +163,14 @@ void Waiting::before(int n_threads) {
     looked_at_ = now;
     idle_s_ = found.idle_s;
     ours_s_ = ours_s;
-    sleep(should_sleep(room, n_wanted, sleeping_));
+    const bool crowded = is_crowded(room, n_wanted, sleeping_);
+    if (crowded && found.n_others == 0) {
+        const double n_others = std::max(0, found.n_running - n_own_running());
+        n_others_ = n_others_ > 0 ? (n_others_ + n_others) / 2 : n_others;
+    } else {
+        n_others_ = 0;
+    }
+    sleep(crowded && !(is_short_ && is_full(n_others_, n_cpus_, sleeping_)));
 }
 
 void Waiting::after() {
@@ -137,10 +190,17 @@ void Waiting::sleep(bool wanted) {
     }
 }
 
+void Waiting::spins_for(int ms) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    told_ms_ = ms;
+    is_short_ = ms < 1000 * slice_s;
+}
+
 std::string Waiting::state() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!works_) return "as it is";
-    return sleeping_ ? "sleep" : "spin";
+    if (sleeping_) return "sleep";
+    return told_ms_ > 0 ? "spin " + std::to_string(told_ms_) + " ms" : "spin";
 }
 
 }  // namespace sidecar
