@@ -188,7 +188,7 @@ def convert(
         planned = plan_files(wanted, opened.config, family, layout, tensors, name or opened.name)
         common = vocabulary_keys(opened, family.VOCABULARY)
         if inside:
-            drafter = open_draft(opened, inside[0], of_model(opened, common, {}))
+            drafter = open_draft(opened, inside[0], of_model(opened, family.ARCH, common, {}))
             account(drafter.layout, drafter.tensors)
             planned = with_drafter(planned, plan_draft(drafter, wanted.out, sidecar_type, name))
         files, targets, cut = planned.files, planned.targets, planned.compact

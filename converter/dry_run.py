@@ -188,7 +188,7 @@ def dry_run(
         common = _common_keys(opened, family, from_config)
         reports = list(_tensor_reports(layout, fitting, planned.files))
         if inside and not from_config:
-            drafter = open_draft(opened, inside[0], of_model(opened, common, {}))
+            drafter = open_draft(opened, inside[0], of_model(opened, family.ARCH, common, {}))
             wrong = wrong + mismatch(drafter.layout, drafter.tensors)
             drafter = _fitting(drafter)
             planned = with_drafter(planned, plan_draft(drafter, wanted.out, sidecar_type, name))

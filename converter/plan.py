@@ -216,11 +216,17 @@ def mismatch(layout: Layout, tensors: Mapping[str, Tensor]) -> Mismatch:
         missing=[name for name in wanted if name not in tensors],
         unplaced=[f"{t.name} ({t.file})" for name, t in tensors.items() if name not in wanted],
         misshapen={
-            name: f"{tensors[name].name} {list(tensors[name].shape)} instead of {list(shape)}"
+            name: f"{tensors[name].name} {_shown(tensors[name])} instead of {list(shape)}"
             for name, shape in wanted.items()
             if name in tensors and tensors[name].shape != shape
         },
     )
+
+
+def _shown(tensor: Tensor) -> str:
+    """A shape; of integers, which a weight is made of together with their scales, what they are."""
+    is_code = tensor.dtype in INTEGERS
+    return f"{list(tensor.shape)}{f' ({tensor.dtype} codes without scales)' if is_code else ''}"
 
 
 def account(layout: Layout, tensors: Mapping[str, Tensor]) -> None:

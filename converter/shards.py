@@ -99,7 +99,8 @@ class Stored(Tensor):
     def check_type(self) -> None:
         if self.dtype in FP8:
             raise UnsupportedModel(
-                f"{self.name} in {self.file} is {self.dtype}; expected {self.name}_scale_inv or {self.name}_scale with it"
+                f"{self.name} in {self.file} is {self.dtype}; expected {self.name}_scale_inv, {self.name}_scale or "
+                f"{self.name.removesuffix('.weight')}.scale with it"
             )
         if self.dtype not in ("BF16", *FLOATS):
             raise UnsupportedModel(

@@ -30,6 +30,7 @@ from llama_sidecar.converter.errors import BadConfig, BadTokenizer, NoHead, Unsu
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.plan import canonical_tensors, plan
 from llama_sidecar.runtime import Model, load, reference
+from llama_sidecar.sidecars import read_header
 
 LISTINGS = Path(__file__).parent / "data" / "listings"
 HEAD_LOGITS = json.loads((LISTINGS / "reference_head_logits.json").read_text(encoding="utf-8"))
@@ -142,6 +143,34 @@ def test_a_vocabulary_without_a_token_that_the_family_gives_a_role(tmp_path: Pat
         (folder / file).write_text(text.replace("[gMASK]", "[xMASK]"), encoding="utf-8")
     with pytest.raises(BadTokenizer, match=r"no added token '\[gMASK\]'"):
         convert(folder, tmp_path / "out")
+
+
+def test_a_configuration_that_transformers_has_written_anew(tmp_path: Path) -> None:
+    """DeepSeek-V4's layers and rotations by their kinds: the same files."""
+    config, names = tiny_config("deepseek4", "yarn"), ("sliding", "compressed_sparse", "heavily_compressed")
+    kinds = dict(zip((0, 4, 128), names, strict=True))
+    anew = {n: v for n, v in config.items() if n not in ("num_hash_layers", "qk_rope_head_dim", "rope_theta")}
+    del anew["compress_rope_theta"]
+    ratios, yarn = anew.pop("compress_ratios"), anew.pop("rope_scaling")
+    anew |= {
+        "layer_types": [f"{kinds[ratio]}_attention" for ratio in ratios[:4]],
+        "mlp_layer_types": ["moe"] * 4,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": 10000.0},
+            "compress": yarn | {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0},
+        },
+    }
+    folders = [
+        make_checkpoint(tmp_path, "deepseek4", "yarn", config=c, name=n)
+        for n, c in (("a", config), ("b", anew))
+    ]
+    made = [convert(folder, tmp_path / "out", "F32", "F32") for folder in folders]
+    for role in ("main", "sidecar"):
+        ours, theirs = (read_header(getattr(result, role)).keys for result in made)
+        differing = {name for name in ours if not np.array_equal(ours[name], theirs.get(name))}
+        assert differing <= {"general.name", "deepseek4.attention.compress_ratios"}  # whose end no block has
+        assert ours.keys() == theirs.keys()
 
 
 TABLE = "layers.0.ffn.gate.tid2eid"

@@ -133,6 +133,12 @@ def test_a_cache_that_llama_cpp_cannot_share_is_refused_with_both_files_names(
         assert str(path) in str(error.value) and str(sidecar) in str(error.value)
 
 
+def test_for_a_model_of_another_family_it_is_refused(tmp_path: Path) -> None:
+    draft = make_draft(tmp_path, NAME, "plain", make_target(tmp_path, NAME))
+    with pytest.raises(BadConfig, match="tiny-qwen35-tied is qwen35; expected gemma4"):
+        convert(draft, tmp_path / "out", None, target=make_target(tmp_path))
+
+
 def test_of_another_width_it_is_refused(tmp_path: Path) -> None:
     target = make_target(tmp_path, NAME)
     draft = make_draft(tmp_path, NAME, "plain", target, backbone_hidden_size=128)

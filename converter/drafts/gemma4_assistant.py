@@ -42,6 +42,10 @@ def d2t(config: Config) -> int | None:
 
 def keys(config: Config, names: Collection[str], target: Target) -> dict[str, Key]:
     width = config.integer("backbone_hidden_size")
+    if target.arch not in (None, gemma4.ARCH):
+        raise BadConfig(
+            f"the target {target.name} is {target.arch}; expected {gemma4.ARCH}: give the model that this drafter was trained for"
+        )
     if width != target.width:
         raise BadConfig(
             f"config.json has backbone_hidden_size = {width}, the target {target.name} is {target.width} wide: "

@@ -29,6 +29,7 @@ SECTIONS = "{arch}.rope.dimension_sections"
 class Target:
     """What a drafter needs to know. `vocabulary` are the `tokenizer.*` keys, `fingerprints` those of FORMAT.md.
 
+    `arch` is its GGUF architecture, where it is known.
     `has_sections`: its positions are rotated in sections (M-RoPE). `settings` is its tokenizer_config.json, where there is one.
     """
 
@@ -40,6 +41,7 @@ class Target:
     vocabulary: Mapping[str, Key]
     fingerprints: Mapping[str, Key]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    arch: str | None = None
 
 
 def open_target(path: str | Path) -> Target:
@@ -71,6 +73,7 @@ def _of_main(main: MainFile) -> Target:
         has_sections=main.header.key(SECTIONS) in main.header.keys,
         vocabulary=vocabulary,
         fingerprints=prints,
+        arch=main.arch,
     )
 
 
@@ -95,10 +98,12 @@ def _of_checkpoint(opened: Checkpoint) -> Target:
         prints = fingerprint_keys(
             layout, tensors, config, vocabulary[keys.TOKENS], opened.place.reading.n_threads
         )
-    return of_model(opened, vocabulary, prints)
+    return of_model(opened, family.ARCH if family else None, vocabulary, prints)
 
 
-def of_model(opened: Checkpoint, vocabulary: Mapping[str, Key], prints: Mapping[str, Key]) -> Target:
+def of_model(
+    opened: Checkpoint, arch: str | None, vocabulary: Mapping[str, Key], prints: Mapping[str, Key]
+) -> Target:
     """An opened checkpoint as a target, with its keys of the vocabulary and its fingerprints."""
     config = opened.config
     return Target(
@@ -110,4 +115,5 @@ def of_model(opened: Checkpoint, vocabulary: Mapping[str, Key], prints: Mapping[
         vocabulary=vocabulary,
         fingerprints=prints,
         settings=opened.json("tokenizer_config.json"),
+        arch=arch,
     )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from llama_sidecar.converter.config import Config, Key, shared_keys
+from llama_sidecar.converter.config import Config, Key, checked_number, shared_keys
 from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
 from llama_sidecar.converter.families import Layout, Placement, Source, Vocabulary, _parts, place
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
@@ -26,6 +26,8 @@ VOCABULARY = Vocabulary("deepseek-v3")
 SQRT_SOFTPLUS = 4  # llama.cpp's expert_gating_func
 N_STREAMS = 4  # what llama.cpp's graph runs
 SPARSE, HEAVY = 4, 128  # positions that one compressed one stands for
+KINDS = {"sliding_attention": 0, "compressed_sparse_attention": SPARSE, "heavily_compressed_attention": HEAVY}
+MAX_HEADS = 2  # blocks after the trunk's that a list of layers does not name
 DSPARK = "dspark_target_layer_ids"  # in config.json: what is called mtp.* is a DSpark drafter
 EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
 
@@ -34,7 +36,35 @@ def canonical(name: str) -> str:
     return name
 
 
+def published(config: Config) -> Config:
+    """The configuration under the names of published ones, of one that transformers has written anew. Raises BadConfig.
+
+    It calls layers and rotations by their kinds: the plain rotation, and the one of layers with compressed positions.
+    """
+    values = dict(config)
+    kinds, mixtures = values.get("layer_types"), values.get("mlp_layer_types")
+    if "compress_ratios" not in values and isinstance(kinds, list) and set(kinds) <= KINDS.keys():
+        values["compress_ratios"] = [KINDS[kind] for kind in kinds] + [0] * MAX_HEADS
+    if "num_hash_layers" not in values and isinstance(mixtures, list):
+        values["num_hash_layers"] = mixtures.count("hash_moe")
+    if "qk_rope_head_dim" not in values and values.get("partial_rotary_factor") is not None:
+        share = checked_number("partial_rotary_factor", values["partial_rotary_factor"], 1)
+        values["qk_rope_head_dim"] = int(config.integer("head_dim") * share)
+    rope = values.get("rope_parameters")
+    if (
+        isinstance(rope, dict)
+        and isinstance(rope.get("main"), dict)
+        and isinstance(rope.get("compress"), dict)
+    ):
+        compressed = {name: value for name, value in rope["compress"].items() if name != "attention_factor"}
+        values["rope_theta"] = rope["main"].get("rope_theta")
+        values["compress_rope_theta"] = compressed.pop("rope_theta", None)
+        values |= {"rope_parameters": None, "rope_scaling": compressed}
+    return Config(values)
+
+
 def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
+    config = published(config)
     n_blocks = _parts.n_layers_of(config) + n_head_layers
     own = block_keys(config, n_blocks) | {
         "attention.compress_ratios": compress_ratios(config, n_blocks),
@@ -100,6 +130,7 @@ def n_hashed(config: Config) -> int:
 
 
 def layout(config: Config, names: Collection[str]) -> Layout:
+    config = published(config)
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
     if any(name.endswith(".bias_vl") for name in names):
         raise UnsupportedModel(
