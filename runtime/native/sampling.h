@@ -60,7 +60,7 @@ class RuleChoice {
     int now_ = 1;  // mostly the one that accepts more, so that pace does not give up drafting for the other's sake
     bool is_trial_ = true;
     int32_t n_left_ = n_trial;  // rounds until the next change
-    static constexpr int32_t n_trial = 8, n_stay = 120;
+    static constexpr int32_t n_trial = 16, n_stay = 240;
 };
 
 // Speculative sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, algorithm 1): drafts
