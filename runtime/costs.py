@@ -308,7 +308,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         plain_rounds, rounds = _measure(plain, drafting, tokens, depth, started + budget_s)
     waited_share = (_waited_s() - waited_s) / (time.perf_counter() - started)
     return replace(
-        _costs(plain_rounds, rounds, depth),
+        _costs(plain_rounds, rounds, depth, in_one_pass=model.drafts_in_one_pass),
         calm=waited_share < BUSY_SHARE,
         n_threads=model.settings.n_threads,
         key=costs_key(model),
@@ -421,8 +421,10 @@ def _typical(seconds: Sequence[float]) -> float:
     return max(typical, 1e-9)  # a clock may be too coarse for a small model
 
 
-def _costs(plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int) -> Costs:
-    """Widths that were not measured are interpolated."""
+def _costs(
+    plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int, *, in_one_pass: bool = False
+) -> Costs:
+    """Widths that were not measured are interpolated. `in_one_pass`: a further draft may cost nothing at all."""
     first_rounds = [r for r in rounds if r.changed]
     plain_rounds = [r for r in plain_rounds if not r.changed] or plain_rounds
     rounds = [r for r in rounds if not r.changed] or rounds
@@ -437,17 +439,19 @@ def _costs(plain_rounds: Sequence[_Round], rounds: Sequence[_Round], depth: int)
         for r in rounds
         if r.n_drafted
     ]
-    # Where too little was measured: a further draft costs what the first does, and catching up nothing.
-    opinions = [((WEAK, -WEAK, 0), 0.0), ((0, 0, WEAK), 0.0)]
+    # Where too little was measured: a further draft costs what the first does, or in one pass nothing, and catching up nothing.
+    opinions = [((0 if in_one_pass else WEAK, -WEAK, 0), 0.0), ((0, 0, WEAK), 0.0)]
     first_s, step_s, catch_up_s = _fit([*drafts, *opinions])
     others = [((1, r.n_emitted), r.other_s) for r in (*plain_rounds, *rounds)]
     overhead_s, token_s = _fit(others)
     first_s = max(first_s, 1e-9)
+    # Noise may say less; no drafter's own step is so much cheaper than its first.
+    least_step_s = 1e-9 if in_one_pass else first_s / 4
     return Costs(
         plain_s=plain_s,
         verify_s=tuple(float(s) for s in np.interp(range(1, depth + 2), [*known], [*known.values()])),
         first_draft_s=first_s,
-        draft_step_s=max(step_s, first_s / 4),  # noise may say less; no drafter's step is so much cheaper
+        draft_step_s=max(step_s, least_step_s),
         catch_up_s=max(catch_up_s, 0.0),
         overhead_s=max(overhead_s, 0.0),
         token_s=max(token_s, 0.0),

@@ -97,6 +97,12 @@ class Choice:
         kind = self.speculation.kind
         return kind in KINDS and KINDS[kind].has_confidence(self._header(main))
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether all drafts of a round come of one decode."""
+        kind = self.speculation.kind
+        return kind in KINDS and KINDS[kind].in_one_pass
+
     def _header(self, main: MainFile) -> GGUFHeader:
         return (self.file or main).header
 

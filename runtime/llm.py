@@ -291,6 +291,11 @@ class Model:
             raise LoadError(f"{self.head_weights.path} cannot draft for {self.main.path}: {error}") from error
 
     @property
+    def drafts_in_one_pass(self) -> bool:
+        """Whether all drafts of a round come of one decode of the drafter."""
+        return self._chosen.in_one_pass
+
+    @property
     def kind(self) -> str | None:
         """The drafter's kind, or None."""
         return self.speculation.kind

@@ -53,6 +53,7 @@ class Kind:
     `max_depth` says how many tokens its drafter can draft at once; None: any number, `has_confidence` whether it
     also says how likely each is to stand. `last_is_hidden_row` says what a layer whose
     number is the number of layers means to it: the hidden row that an MTP head would take, or the last layer's plain output.
+    `in_one_pass`: all drafts of a round come of one decode, so that a further one costs next to nothing.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Kind:
     max_depth: Callable[[GGUFHeader], int | None] = _no_limit
     has_confidence: Callable[[GGUFHeader], bool] = _never
     last_is_hidden_row: bool = False
+    in_one_pass: bool = False
 
 
 def n_blocks(header: GGUFHeader) -> int:

@@ -113,6 +113,7 @@ class FakeSession:
 
 class FakeModel:
     kind = "mtp"
+    drafts_in_one_pass = False
     settings = SimpleNamespace(batch=512, n_threads=2)
     vocab = SimpleNamespace(tokenize=lambda text: list(range(40)))
 
@@ -133,10 +134,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Costs, Fake
     """Calibrates on a simulated machine: what came out, the model, and the seconds it took."""
 
     def run(
-        true: Costs = TRUE, slowness: Callable[[float], float] = lambda now: 1.0, budget_s: float = 5.0
+        true: Costs = TRUE,
+        slowness: Callable[[float], float] = lambda now: 1.0,
+        budget_s: float = 5.0,
+        *,
+        in_one_pass: bool = False,
     ) -> tuple[Costs, FakeModel, float]:
         clock = Clock(slowness)
         model: Any = FakeModel(clock, true)
+        model.drafts_in_one_pass = in_one_pass
         monkeypatch.setattr("llama_sidecar.runtime.costs.time.perf_counter", lambda: clock.now)
         monkeypatch.setattr(costs_module, "costs_key", lambda model: KEY)
         return calibrate(model, budget_s=budget_s), model, clock.now
@@ -162,6 +168,15 @@ def scaled(costs: Costs, factor: float) -> Costs:
 
 
 # Measuring
+
+
+def test_a_block_of_drafts_costs_one_decode_at_any_depth(measured: Any) -> None:
+    """DFlash and DSpark: a further draft costs next to nothing, which a drafter of single steps is not believed."""
+    block = replace(TRUE, first_draft_s=0.010, draft_step_s=0.0002, catch_up_s=0.0)
+    costs, _, _ = measured(block, in_one_pass=True)
+    assert costs.draft_s(3) == pytest.approx(block.draft_s(3), rel=0.1)
+    steps, _, _ = measured(block)
+    assert steps.draft_s(3) > 1.3 * block.draft_s(3)
 
 
 def test_calibration_finds_the_costs_within_its_budget(measured: Any) -> None:

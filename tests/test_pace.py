@@ -488,3 +488,18 @@ def test_a_method_that_is_missing_is_named() -> None:
 
     with pytest.raises(RuntimeError, match="depth"):
         _native.Pacing.depth(Lacking())
+
+
+def test_a_drafter_that_finds_nothing_worth_drafting_is_left_too() -> None:
+    """DSpark with a confidence that its tokens seldom reach: each round costs a draft and emits one token."""
+    costs = Costs(plain_s=1.0, verify_s=(1.0, 1.05, 1.1, 1.15), first_draft_s=0.3, draft_step_s=0.01)
+    pace = Pace(costs)
+    n_rounds = 0
+    while pace.drafting() and n_rounds < 100:
+        pace.observe(0, 0, draft_s=0.32, verify_s=1.0)
+        n_rounds += 1
+    assert 3 <= n_rounds < 30
+    short = Pace(costs)  # where there was only no room for drafts, nothing is learned
+    for _ in range(100):
+        short.observe(0, 0, draft_s=1e-6, verify_s=1.0)
+    assert short.drafting() and short.acceptance == Pace(costs).acceptance

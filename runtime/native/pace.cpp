@@ -130,7 +130,11 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
         observe_plain();
     } else {
         n_stood_ += 1;
-        if (n_tries_ > 0 && tried_depth_ == 0) {  // any other round without drafts had no room for them, and says nothing
+        // A drafter that was asked and found nothing worth drafting (DSpark's confidence) has cost its time. Any other round without
+        // drafts had no room for them, and says nothing.
+        if (depth() > 0 && draft_s > expected_draft_s(1, double(n_stood_ - 1)) / 2) {
+            observe_none(draft_s);
+        } else if (n_tries_ > 0 && tried_depth_ == 0) {
             n_tries_ -= 1;
             compare(0, verify_s * costs_.plain_s / costs_.verify_s[0], in_place);
         }
@@ -149,6 +153,18 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
         stays_ = true;
         stay_lost_s_ = 0;
     }
+}
+
+// A draft that nobody made is a first draft that did not stand, verified in one row.
+void Pace::observe_none(double draft_s) {
+    fade(1);
+    tallies_[0].tried += 1;
+    n_stood_ = 0;
+    const double lost = (costs_.verify_s[0] + std::min(draft_s, stall * expected_draft_s(1, 0))) / costs_.plain_s - 1;
+    lost_ += lost;
+    behind_ = std::max(0.0, behind_ + lost);
+    n_rounds_ += 1;
+    choose();
 }
 
 void Pace::observe_plain() {

@@ -131,6 +131,7 @@ class Pace final : public Pacing {
     void believe();
     void observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s);
     void observe_plain();
+    void observe_none(double draft_s);
     void choose();
     void look_for_better(const std::vector<double> & speeds);
     void begin_stretch();

@@ -109,4 +109,5 @@ KIND = Kind(
     check=check,
     target=target,
     max_depth=max_depth,
+    in_one_pass=True,
 )

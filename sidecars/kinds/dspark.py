@@ -53,5 +53,6 @@ KIND = Kind(
     check=check,
     target=dflash.target,
     max_depth=max_depth,
+    in_one_pass=True,
     has_confidence=has_confidence,
 )
