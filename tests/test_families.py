@@ -145,6 +145,16 @@ def test_a_vocabulary_without_a_token_that_the_family_gives_a_role(tmp_path: Pat
         convert(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "kinds", [[["sliding_attention"]] * 4, ["full_attention"] * 4, ["sliding_attention"]]
+)
+def test_layers_of_no_known_kind(kinds: object, tmp_path: Path) -> None:
+    config = {n: v for n, v in tiny_config("deepseek4", "plain").items() if n != "compress_ratios"}
+    folder = make_checkpoint(tmp_path, "deepseek4", "plain", config=config | {"layer_types": kinds})
+    with pytest.raises(BadConfig, match=r"compress_ratios = .*; expected at least"):
+        convert(folder, tmp_path / "out")
+
+
 def test_a_configuration_that_transformers_has_written_anew(tmp_path: Path) -> None:
     """DeepSeek-V4's layers and rotations by their kinds: the same files."""
     config, names = tiny_config("deepseek4", "yarn"), ("sliding", "compressed_sparse", "heavily_compressed")
@@ -245,6 +255,13 @@ def test_variants_of_deepseek_v4_that_llama_cpp_does_not_run(
         ("deepseek4", "plain", {"compress_ratios": [0, 4, 8, 4, 0]}, "at least 5 times 0, 4 or 128"),
         ("deepseek4", "plain", {"compress_ratios": [0, 4, 4, 4]}, "at least 5 times 0, 4 or 128"),
         ("deepseek4", "plain", {"compress_ratios": [4] * 5}, "a compress_ratio of 4 for the head's block"),
+        ("deepseek4", "plain", {"compress_ratios": [[0]] * 5}, "at least 5 times 0, 4 or 128"),
+        (
+            "deepseek4",
+            "plain",
+            {"rope_parameters": {"main": {}, "compress": {}}},
+            "rope_theta = None; expected a number",
+        ),
         ("deepseek4", "plain", {"num_hash_layers": 5}, "num_hash_layers = 5; expected 0 to 4"),
         ("deepseek4", "plain", {"o_groups": 3}, "4 attention heads in o_groups = 3"),
         ("cohere2moe", "rms", {"expert_selection_fn": "top"}, "expected one of softmax, sigmoid"),

@@ -27,7 +27,7 @@ SQRT_SOFTPLUS = 4  # llama.cpp's expert_gating_func
 N_STREAMS = 4  # what llama.cpp's graph runs
 SPARSE, HEAVY = 4, 128  # positions that one compressed one stands for
 KINDS = {"sliding_attention": 0, "compressed_sparse_attention": SPARSE, "heavily_compressed_attention": HEAVY}
-MAX_HEADS = 2  # blocks after the trunk's that a list of layers does not name
+N_MORE_BLOCKS = 2  # after the trunk's, which a list of layers does not name
 DSPARK = "dspark_target_layer_ids"  # in config.json: what is called mtp.* is a DSpark drafter
 EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
 
@@ -43,8 +43,9 @@ def published(config: Config) -> Config:
     """
     values = dict(config)
     kinds, mixtures = values.get("layer_types"), values.get("mlp_layer_types")
-    if "compress_ratios" not in values and isinstance(kinds, list) and set(kinds) <= KINDS.keys():
-        values["compress_ratios"] = [KINDS[kind] for kind in kinds] + [0] * MAX_HEADS
+    if "compress_ratios" not in values and isinstance(kinds, list):
+        ratios = [KINDS.get(kind) if isinstance(kind, str) else None for kind in kinds]
+        values["compress_ratios"] = ratios + [0] * N_MORE_BLOCKS
     if "num_hash_layers" not in values and isinstance(mixtures, list):
         values["num_hash_layers"] = mixtures.count("hash_moe")
     if "qk_rope_head_dim" not in values and values.get("partial_rotary_factor") is not None:
@@ -57,7 +58,7 @@ def published(config: Config) -> Config:
         and isinstance(rope.get("compress"), dict)
     ):
         compressed = {name: value for name, value in rope["compress"].items() if name != "attention_factor"}
-        values["rope_theta"] = rope["main"].get("rope_theta")
+        values["rope_theta"] = checked_number("rope_theta", rope["main"].get("rope_theta"))
         values["compress_rope_theta"] = compressed.pop("rope_theta", None)
         values |= {"rope_parameters": None, "rope_scaling": compressed}
     return Config(values)
