@@ -137,6 +137,10 @@ class StrayTensors(LlamaSidecarError):
     """A sidecar holds tensors of the trunk; the message lists them."""
 
 
+class ForeignHead(LlamaSidecarError):
+    """An MTP head of a form that llama.cpp does not draft with: rows for some tokens alone, or borrowed matrices."""
+
+
 class UnsupportedFormat(LlamaSidecarError):
     """`sidecar.format` is newer than this version reads."""
 

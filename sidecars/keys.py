@@ -70,6 +70,9 @@ ENC_OUTPUT_NORM = "enc.output_norm.weight"
 FC = "fc.weight"  # the main model's layer inputs -> the drafter's width
 D2T = "d2t"  # (n_draft_vocab,) the main model's token id of each row of a drafter's own output
 FIRST_ATTN_NORM = "blk.0.attn_norm.weight"
+NEXTN_SHARED_TARGET_TENSORS = (
+    "nextn_shared_target_tensors"  # a foreign writer's: the head holds no matrices of the vocabulary
+)
 NEXTN_EH_PROJ = "blk.{i}.nextn.eh_proj.weight"
 NEXTN_ENORM = "blk.{i}.nextn.enorm.weight"
 NEXTN_HNORM = "blk.{i}.nextn.hnorm.weight"

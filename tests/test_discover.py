@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_gguf
 
@@ -16,6 +17,7 @@ from llama_sidecar.sidecars import (
     errors,
     kind_from_name,
     open_main,
+    open_sidecar,
     survey,
 )
 from llama_sidecar.sidecars.discover import base_name, main_paths
@@ -233,3 +235,16 @@ def test_relative_paths_stay_relative(main: Path, monkeypatch: pytest.MonkeyPatc
 )
 def test_base_names(name: str) -> None:
     assert base_name(Path(f"{name}.gguf")) == "qwen3.5-0.8b"
+
+
+def test_a_head_of_a_foreign_form_is_refused_by_name_and_passed_over(main: Path) -> None:
+    """Rows for 32k tokens alone, or matrices borrowed from the main model: what it is, and what to take in its place."""
+    rows = {"output.weight": tiny_gguf.floats(8, tiny_gguf.WIDTH), "d2t": np.arange(8, dtype=np.int64)}
+    path = tiny_gguf.sidecar(main.parent / "mtp-NAME-FastMTP-32K-Q8_0.gguf", tensors=rows)
+    with pytest.raises(
+        errors.ForeignHead, match=r"output of 8 rows of its own, whose tokens d2t names.*--sidecar-only"
+    ):
+        open_sidecar(path)
+    assert discover(main) is None
+    [candidate] = survey(open_main(main))
+    assert candidate.sidecar is None and "FastMTP-32K" in candidate.reason

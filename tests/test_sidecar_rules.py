@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import tiny_gguf
 from tiny_gguf import N_LAYERS, N_VOCAB, TOKENS, WIDTH, floats
@@ -117,6 +118,21 @@ BROKEN_SIDECARS: dict[str, tuple[str, dict[str, Any], type[errors.LlamaSidecarEr
         "mtp",
         {"tensors": {"output.weight": floats(8, WIDTH)}},
         errors.WrongTensorShape,
+    ),
+    "rows for some tokens": (
+        "mtp",
+        {"tensors": {"output.weight": floats(8, WIDTH), "d2t": np.arange(8, dtype=np.int64)}},
+        errors.ForeignHead,
+    ),
+    "rows for some tokens, inside the block": (
+        "mtp",
+        {"tensors": {f"blk.{N_LAYERS}.nextn.d2t": np.arange(8, dtype=np.int64)}},
+        errors.ForeignHead,
+    ),
+    "borrowed matrices": (
+        "mtp",
+        {"keys": {"qwen35.nextn_shared_target_tensors": 1}, "tensors": {"token_embd.weight": None}},
+        errors.ForeignHead,
     ),
     "part of the trunk": (
         "mtp",

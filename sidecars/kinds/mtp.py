@@ -49,7 +49,29 @@ def max_depth(header: GGUFHeader) -> int | None:
     return n_heads(header)
 
 
+def check_form(header: GGUFHeader) -> None:
+    """Raise ForeignHead for forms met in the wild that llama.cpp's MTP graphs do not know, before their tensors are compared."""
+    advice = "get the whole head (llama-sidecar convert CHECKPOINT --sidecar-only), which is cut to the rows worth drafting by itself"
+    of_rows = [name for name in header.tensors if keys.D2T in name.split(".")]
+    if of_rows:
+        output = header.tensors.get(keys.OUTPUT)
+        n_rows = f"{output.shape[-1]:,}" if output else "some"
+        raise errors.ForeignHead(
+            f"{header.path}: an MTP head with an output of {n_rows} rows of its own, whose tokens {of_rows[0]} names; llama.cpp drafts "
+            f"with an output for every token alone: {advice}"
+        )
+    borrowed = [
+        name for name in header.keys if name.endswith(keys.NEXTN_SHARED_TARGET_TENSORS) and header.keys[name]
+    ]
+    if borrowed:
+        raise errors.ForeignHead(
+            f"{header.path}: an MTP head that borrows its main model's embeddings or output ({borrowed[0]}), which llama.cpp does not "
+            f"lend: {advice}"
+        )
+
+
 def check(header: GGUFHeader) -> None:
+    check_form(header)
     width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
     required: dict[str, Shape | None] = {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT_NORM: (width,)}
     optional: dict[str, Shape] = {keys.OUTPUT: (width, n_vocab)}
