@@ -10,12 +10,12 @@ SETUP = @command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; i
 
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test format wheel clean
+.PHONY: help demo test sanitize format wheel clean
 .NOTPARALLEL:
 
 help: ## List the targets (the default)
 	@echo "llama-sidecar: a draft head for your model, and what it gains you"
-	@sed -n 's/^\([a-z]*\):.*## /  make \1 | /p' Makefile | while IFS='|' read -r target text; do printf '%-14s%s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 | /p' Makefile | while IFS='|' read -r target text; do printf '%-17s%s\n' "$$target" "$$text"; done
 	@echo "The first run of demo or test compiles llama-cpp-python (4 to 8 minutes on 2 cores); later runs re-use .venv."
 
 demo: ## Set up, then convert the embedded model, chat and measure
@@ -28,6 +28,10 @@ test: ## Set up, then check format, lint and types, and run all tests
 	.venv/bin/ruff check .
 	.venv/bin/mypy -p llama_sidecar.converter -p llama_sidecar.sidecars -p llama_sidecar.runtime -p llama_sidecar.scripts
 	.venv/bin/pytest -n 2 --dist loadfile
+
+sanitize: ## Run the native code's tests under AddressSanitizer and UBSan (half an hour at most)
+	$(SETUP)
+	.venv/bin/python scripts/dev/sanitize.py
 
 format: ## Format the code and mend what the linter can
 	$(SETUP) --tools-only

@@ -161,6 +161,26 @@ def test_two_threads_that_ask_one_session_at_the_same_time_get_one_text(
     assert "refused" in seen and expected in seen
 
 
+def test_sessions_in_threads_of_their_own_write_what_they_write_alone(pair_of: PairOf) -> None:
+    """Two processors' threads each: OpenMP teams come and go with the turns."""
+    seen: list[list[list[int]]] = [[], [], []]
+    with load(pair_of("R", "Q8_0").main, ctx=256, threads=2, depth=3) as model:
+
+        def work(i: int) -> None:
+            for _ in range(5):
+                with model.session() as session:
+                    seen[i].append(ids(session, [*PROMPT, i], 24))
+
+        for i in range(3):
+            work(i)
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == [10 * [texts[0]] for texts in seen]
+
+
 def test_a_text_that_another_thread_is_about_to_finish_is_left_alone(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
