@@ -361,6 +361,15 @@ def test_the_faster_rule_gets_most_rounds_and_the_other_is_tried_again(
     assert (not faster) in used[100:]
 
 
+def test_a_round_that_was_held_up_does_not_decide() -> None:
+    rules, used = _native.RuleChoice(), []
+    for i in range(400):
+        used.append(rules.rejects)
+        held_up = 60.0 if i == 0 else 0.0  # the first round builds graphs, and any may wait for the machine
+        rules.observe(3 if used[-1] else 2, 1.0 + held_up)
+    assert used[40:].count(True) > 300
+
+
 def test_another_rule_becomes_faster() -> None:
     rules = _native.RuleChoice()
     used = []

@@ -204,20 +204,27 @@ class Speculative final : public Chooser, public Picker {
 
 }  // namespace
 
+double RuleChoice::Rule::rate() const {
+    std::vector<double> sorted = seconds;
+    std::nth_element(sorted.begin(), sorted.begin() + ptrdiff_t(sorted.size() / 2), sorted.end());
+    return n_tokens / n_rounds / sorted[sorted.size() / 2];
+}
+
 void RuleChoice::observe(int32_t n_tokens, double seconds) {
     constexpr double fading = 0.98;
     Rule & rule = rules_[now_];
     rule.n_tokens = fading * rule.n_tokens + n_tokens;
-    rule.seconds = fading * rule.seconds + seconds;
+    rule.n_rounds = fading * rule.n_rounds + 1.0;
+    if (rule.seconds.size() < size_t(n_trial)) rule.seconds.push_back(seconds);
+    rule.seconds[rule.next++ % size_t(n_trial)] = seconds;
     if (--n_left_ > 0) return;
-    const int other = 1 - now_;
-    const bool is_faster = rule.n_tokens * rules_[other].seconds >= rules_[other].n_tokens * rule.seconds;
-    if (!is_trial_ || rules_[other].seconds == 0.0) {  // the other one's turn to be tried
-        now_ = other;
+    const Rule & other = rules_[1 - now_];
+    if (!is_trial_ || other.seconds.empty()) {  // the other one's turn to be tried
+        now_ = 1 - now_;
         is_trial_ = true;
         n_left_ = n_trial;
     } else {
-        now_ = is_faster ? now_ : other;
+        if (other.rate() > rule.rate()) now_ = 1 - now_;
         is_trial_ = false;
         n_left_ = n_stay;
     }

@@ -53,14 +53,17 @@ class RuleChoice {
     void observe(int32_t n_tokens, double seconds);
 
   private:
+    static constexpr int32_t n_trial = 16, n_stay = 240;
     struct Rule {
-        double n_tokens = 0.0, seconds = 0.0;  // of its rounds, older ones counting less
+        double n_tokens = 0.0, n_rounds = 0.0;  // older ones counting less
+        std::vector<double> seconds;            // of its last n_trial rounds: a round that was held up says nothing
+        size_t next = 0;                        // to be overwritten
+        double rate() const;                    // tokens per second
     };
     Rule rules_[2];
     int now_ = 1;  // mostly the one that accepts more, so that pace does not give up drafting for the other's sake
     bool is_trial_ = true;
     int32_t n_left_ = n_trial;  // rounds until the next change
-    static constexpr int32_t n_trial = 16, n_stay = 240;
 };
 
 // Speculative sampling (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, algorithm 1): drafts
