@@ -208,7 +208,8 @@ def measure(model: Model) -> Exactness:
                     bed, width = (wide, width) if width else (plain, 1)
                     bed.native.restore(state, b"", [*text[:place], rows[0]])
                     # Decoded again behind its own first row, every token is one place further up.
-                    for first in range(2 if place == PLACES[0] or width == 1 else 1):
+                    moves = (place == PLACES[0] and bed.native.can_rewind) or width == 1
+                    for first in range(1 + moves):
                         bed.native.rewind(place + first)
                         for row, digests in enumerate(
                             bed.decode(rows[first : first + width], watched), first

@@ -342,10 +342,10 @@ class Session:
         them again at another."""
         if self._native.recurrent:
             self.widths = tuple(width for width in self.widths if width <= self._native.n_slots + 1)
-        if not self.widths:
+        if not self.widths or (self.depth and self.widths == (1,)):
             raise LoadError(
                 f"exact decoding needs more rollback slots than {self._native.n_slots}: raise the batch "
-                f"({self._settings.batch}), or leave exact out"
+                f"({self._settings.batch}), or leave exact out (llama.cpp has none for some architectures)"
             )
         self._native.set_widths(list(self.widths))
 

@@ -300,6 +300,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("n_past", &Session::n_past)
         .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })
         .def_prop_ro("recurrent", [](Session & self) { return self.target().recurrent(); })
+        .def_prop_ro("can_rewind", [](Session & self) { return !self.target().recurrent() || self.target().n_slots() > 0; })
         .def_prop_ro("n_restores", [](Session & self) { return self.target().n_restores(); })
         .def_prop_ro("dirty", [](Session & self) { return self.target().dirty(); });
 
