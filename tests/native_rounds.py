@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llama_sidecar.runtime import Model, _native
+from llama_sidecar.runtime import Model, Session, _native
 from llama_sidecar.runtime.sampling import address
 from llama_sidecar.runtime.weights import free_context, make_target_context
 
@@ -23,6 +23,13 @@ def drafts_at_depths(
                 native.catch_up()
             drafts.append(native.step(chooser, depth, True).drafts)
     return drafts
+
+
+def drafts_after(session: Session, n: int, depth: int) -> list[tuple[list[int], list[int]]]:
+    """What n further rounds of a session emit, and draft."""
+    chooser = _native.greedy_chooser()
+    steps = [session._native.step(chooser, depth, True) for _ in range(n)]
+    return [(step.tokens, step.drafts) for step in steps]
 
 
 def moved_rounds(

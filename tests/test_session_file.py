@@ -16,10 +16,12 @@ import models
 import pytest
 from checkpoints import make_checkpoint
 from conftest import PairOf
+from draft_checkpoints import make_draft, make_target
 from gguf import GGMLQuantizationType as T
+from native_rounds import drafts_after
 
 from llama_sidecar.converter import convert
-from llama_sidecar.runtime import Model, Session, SessionError, SessionFileError, _native, load, session_file
+from llama_sidecar.runtime import Model, Session, SessionError, SessionFileError, load, session_file
 
 PROMPT = list(b"hello world, this is where it starts")
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -33,6 +35,7 @@ KINDS = [
     "dspark, hybrid",
     "model, hybrid",
     "ngram, attention",
+    "assistant, sliding window",
 ]
 
 
@@ -50,6 +53,12 @@ def files(
     if kind == "mtp":
         pair = pair_of("T" if target == "attention" else "R", "Q8_0")
         return pair.main, pair.sidecar
+    if kind == "assistant":
+        checkpoint = make_target(folder, "gemma4_assistant")
+        draft = make_draft(folder, "gemma4_assistant", "plain", checkpoint)
+        whole = convert(checkpoint, folder / "out", "Q8_0").main
+        assert whole
+        return whole, convert(draft, folder / "out", None, "Q8_0", target=checkpoint).sidecar
     main = drafts.write_target(folder, "qwen35" if target == "hybrid" else "qwen3")
     if kind == "ngram":
         return main, None
@@ -70,12 +79,6 @@ def opened(files: tuple[Path, Path | None], **options: Any) -> Model:
     return load(*files, **{"ctx": 256, "threads": 1, "depth": 3, "draft_vocab": "full"} | options)
 
 
-def rounds(session: Session, n: int = 6) -> list[tuple[list[int], list[int]]]:
-    """What further rounds emit, and draft."""
-    steps = [session._native.step(_native.greedy_chooser(), 3, True) for _ in range(n)]
-    return [(step.tokens, step.drafts) for step in steps]
-
-
 def written(session: Session, prompt: list[int], n: int, **options: Any) -> list[int]:
     text = session.generate(prompt, max_tokens=n, **{**GREEDY, **options})
     text.read()
@@ -94,11 +97,11 @@ def test_a_restored_session_goes_on_as_the_saved_one_draft_for_draft(
     with opened(files) as model, model.session() as session:
         text = written(session, PROMPT, n)
         session.save(path)
-        here = rounds(session)
+        here = drafts_after(session, 6, 3)
         state = session._native.state()
     with opened(files) as model, model.session(restore=path) as session:
         assert session._history == [*PROMPT, *text]
-        assert rounds(session) == here
+        assert drafts_after(session, 6, 3) == here
         assert session._native.state() == state
     assert sum(len(drafted) for _, drafted in here) or files[1] is None  # nothing need come again
 
@@ -111,7 +114,7 @@ def test_saving_changes_nothing(files: tuple[Path, Path | None], tmp_path: Path)
                 text = written(session, PROMPT, 20)
                 if saves:
                     session.save(tmp_path / "one.session")
-                texts.append((text, rounds(session), session._native.state()))
+                texts.append((text, drafts_after(session, 6, 3), session._native.state()))
     assert texts[0] == texts[1]
 
 

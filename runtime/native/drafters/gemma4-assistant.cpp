@@ -50,9 +50,20 @@ class Gemma4Assistant final : public Drafter {
         }
     }
 
-    void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> &) override {
+    std::vector<uint8_t> state() override {
+        ByteWriter out;
+        out.put(row_);
+        return out.take();
+    }
+
+    void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) override {
         begin();
-        pos_ = int32_t(tokens.size());  // the row before is not known: one draft is worse for it
+        pos_ = int32_t(tokens.size());
+        if (state.empty()) return;  // the row before is not known: one draft is worse for it
+        ByteReader in(state);
+        in.get(row_);
+        in.finish();
+        if (row_.size() != ctx_.n_embd()) throw std::invalid_argument("a saved state is not that of this assistant");
     }
 
     std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
