@@ -70,6 +70,7 @@ class Head(nn.Module):
     target_layers: ClassVar[tuple[int, ...]]
     n_drafts: ClassVar[int]  # guesses from one anchor
     n_shortest: ClassVar[int]  # the fewest it is trained for
+    n_anchors: ClassVar[int]  # of a row, in a training step
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ class Eagle3Block(nn.Module):
 class Eagle3(Head):
     """One block over [norm(embedding of the token one on) ; norm(g)], g made of three layer inputs or, when drafting, its own row."""
 
-    kind, target_layers, n_drafts, n_shortest = "eagle3", (1, 3, 4), 3, 3
+    kind, target_layers = "eagle3", (1, 3, 4)
+    n_drafts, n_shortest, n_anchors = 3, 3, 96
 
     def __init__(self) -> None:
         super().__init__(Config(num_hidden_layers=1, intermediate_size=512))
@@ -189,7 +191,8 @@ class DFlashBlock(nn.Module):
 class DFlash(Head):
     """Blocks that fill [anchor's token, mask, mask, ...] in one pass, over keys and values made of the target's layer inputs."""
 
-    kind, target_layers, n_drafts, n_shortest = "dflash", (1, 3), 7, 1
+    kind, target_layers = "dflash", (1, 3)
+    n_drafts, n_shortest, n_anchors = 7, 1, 48
     first = 1  # row of the block that guesses the first token
 
     def __init__(self) -> None:

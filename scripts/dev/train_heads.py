@@ -1,8 +1,9 @@
 """Trains a draft head of another kind than MTP for the demo model, which stands still: `train_demo.py train --kind ...`.
 
 The head learns the target's own distributions on the text that the target was trained on, from anchors drawn at random (demo_heads.py).
-What the target computes on that text is kept in the run's folder, `states.bin` (2.4 GB), and serves every kind; what belongs to
-one kind is in a folder of its name. `--start dflash` begins DSpark with what DFlash has learnt. Half of the steps of a block drafter are with shorter blocks, for pace may choose any depth.
+What the target computes on that text is kept in the run's folder, `states.bin` (2.4 GB, to be deleted when the target is another), and
+serves every kind; what belongs to one kind is in a folder of its name. `--start dflash` begins DSpark with what DFlash has learnt. Half
+of a block drafter's steps are with blocks of any length, for pace may choose any depth.
 
 `training.log` has, on held-out text: loss, how often each guess is the target's, how often it and all before it are, and L, tokens
 a round.
@@ -29,7 +30,6 @@ from torch import Tensor
 CHECKPOINT = Path(__file__).parents[2] / "sidecars" / "demo"
 LENGTH = 256  # tokens of a training row
 N_ROWS, N_HELD_OUT = 4000, 48
-N_ANCHORS = {"eagle3": 96, "dflash": 48, "dspark": 48}  # of a row, in a step
 STORED = (1, 3, 4)  # layer inputs that are kept, the last after the final norm
 FADING = 0.85  # weight of a guess beside that of the guess before it
 
@@ -69,9 +69,7 @@ def train_head(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     head = HEADS[args.kind]()
     if args.start:
-        head.load_state_dict(
-            torch.load(args.run / args.start / "state.pt", weights_only=True)["model"], strict=False
-        )
+        begin_with(head, args.run / args.start / "state.pt")
     args.step_tokens = args.batch * LENGTH
     weights = FADING ** torch.arange(head.n_drafts)
     log(
@@ -83,13 +81,20 @@ def train_head(args: argparse.Namespace) -> None:
         rng = np.random.default_rng((args.seed, step))
         tokens, states = texts.batch(np.sort(rng.choice(len(texts.rows), args.batch, replace=False)))
         n = head.n_drafts if rng.random() < 0.5 else int(rng.integers(head.n_shortest, head.n_drafts + 1))
-        anchors = 1 + np.sort(rng.choice(LENGTH - 1 - n, N_ANCHORS[args.kind], replace=False))
+        anchors = 1 + np.sort(rng.choice(LENGTH - 1 - n, head.n_anchors, replace=False))
         found, confidence, _ = compare(head, target, tokens, states, torch.from_numpy(anchors), n)
         return F.pad(found + confidence, (0, head.n_drafts - n))
 
     run_training(
         args, run, head, losses, weights / weights.sum(), lambda: held_out_line(head, target, held_out)
     )
+
+
+def begin_with(head: Head, file: Path) -> None:
+    """Takes over the weights of another kind's run; what that kind has not stays as it is."""
+    if not file.exists():
+        raise SystemExit(f"error: no {file} to start with: train that kind first")
+    head.load_state_dict(torch.load(file, weights_only=True)["model"], strict=False)
 
 
 def frozen_target() -> DemoModel:
