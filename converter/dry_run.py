@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gguf.constants import GGMLQuantizationType as GGMLType
+
 from llama_sidecar.converter.borrowed import with_head_of
 from llama_sidecar.converter.checkpoint import Checkpoint, open_checkpoint, read_config, read_object
 from llama_sidecar.converter.config import Config, Key
@@ -366,7 +368,7 @@ def _file_report(role: str, file: FilePlan, header: Header) -> FileReport:
     n_bytes = planned_bytes(GGUFFile(file.path, header, file.tensors))
     types: Counter[str] = Counter()
     for tensor in file.tensors:
-        types[tensor.type.name] += tensor.n_bytes
+        types[GGMLType(tensor.type).name] += tensor.n_bytes
     return FileReport(
         role,
         file.path,
@@ -385,7 +387,7 @@ def _compact_report(planned: Plan, common: Mapping[str, Key], n_rows: int) -> Fi
     types: Counter[str] = Counter()
     for tensor in file.tensors:
         is_cut = tensor.name in VOCABULARY or tensor.name.endswith(OWN_VOCABULARY)
-        types[tensor.type.name] += n_rows * tensor.row_bytes if is_cut else tensor.n_bytes
+        types[GGMLType(tensor.type).name] += n_rows * tensor.row_bytes if is_cut else tensor.n_bytes
     tokens = common[published.TOKENS]
     texts = (
         sum(len(str(t).encode()) + 8 for t in tokens[:n_rows])
