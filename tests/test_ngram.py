@@ -174,6 +174,23 @@ def test_the_next_prompt_and_an_early_end_leave_it_right(
             assert again.tokens == expected.tokens
 
 
+@pytest.mark.parametrize("spec_type", ["auto", "ngram"])
+def test_a_restored_session_still_knows_what_was_said(
+    spec_type: str, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("llama_sidecar.runtime.llm.costs_for", lambda model: COSTS)
+    with load(pair_of("R").main, ctx=512, threads=1, depth="auto", spec_type=spec_type) as model:
+        with model.session() as session:
+            text = session.generate(REPEATED, max_tokens=20, temperature=0, ignore_eos=True)
+            text.read()
+            session.save(tmp_path / "saved")
+            held = session._native.look_up(4)
+        with model.session(restore=tmp_path / "saved") as restored:
+            assert restored._native.look_up(4) == held
+            fed = forced_run(restored, [restored._native.last, *REPEATED], REPEATED)
+            assert fed.n_ngram_rounds > 3
+
+
 # Whether it is asked
 
 
