@@ -125,7 +125,7 @@ def check_shared_cache(main: MainFile, sidecar: Sidecar | Compact) -> None:
 
 def _of_layer(header: GGUFHeader, name: str, layer: int) -> Any:
     """A key that is one value for all layers, or one for each; None where it is absent."""
-    value = header.keys.get(f"{header.arch}.{name}")
+    value: Any = header.keys.get(f"{header.arch}.{name}")
     if not hasattr(value, "__len__"):
         return value
     return value[layer] if layer < len(value) else None
