@@ -18,12 +18,13 @@ import click
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
 from llama_sidecar.runtime.costs import remembered
 from llama_sidecar.runtime.drafter_choice import OTHERS
+from llama_sidecar.runtime.exactness import recall
 from llama_sidecar.runtime.heads import counts_for
 from llama_sidecar.runtime.kernel_choice import DEFAULT as KERNELS_DEFAULT
 from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hint
 from llama_sidecar.runtime.sampling import ACCEPT, MAX_SEED, WHOLE
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
-from llama_sidecar.sidecars import KINDS
+from llama_sidecar.sidecars import KINDS, read_model
 
 from ._show import note
 
@@ -492,6 +493,8 @@ def _read_text(file: Path | None) -> str:
 
 
 def _open(main: Path, options: dict[str, Any]) -> Model:
+    if options.get("exact") and not recall(read_model(main)):
+        note("measuring how many rows agree to the bit here, once: seconds, for a large model minutes")
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)

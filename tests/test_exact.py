@@ -307,6 +307,7 @@ def test_commands_take_it_and_say_what_it_does(pair_of: PairOf) -> None:
     options = [main, "-c", "256", "-t", "2", "--kernels", "stock", "--exact"]
     result = CliRunner().invoke(run_command, [*options, "-p", "hello", "-n", "8", "--json"])
     assert json.loads(result.stdout)["stats"]["widths"] == [2, 3, 4, 5]
+    assert "measuring how many rows agree" in result.stderr
     assert "every decode has 2 or 3 or 4 or 5 or 6 or 7 or 8 rows, plain rounds too" in result.stderr
     result = CliRunner().invoke(
         bench_command, [*options, "-n", "8", "--depth", "2", "--budget", "5", "--json"]
