@@ -168,6 +168,65 @@ def before_a_guard_page(data: np.ndarray) -> np.ndarray:
     return copy
 
 
+SETS_WITH_ROWS = [name for name in _native.smallbatch_sets() if name != "avx512-bf16"]
+
+
+def row_op(name: int, x: np.ndarray, y: np.ndarray, *, set: str = "", threads: int = 1) -> np.ndarray:
+    out = np.full_like(x, np.nan)
+    _native.smallbatch_row_op(name, x, y, out, parameter=1e-6, set=set, threads=threads)
+    return out
+
+
+@pytest.mark.parametrize("set", SETS_WITH_ROWS)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 1152, 3584])
+@pytest.mark.parametrize("shared", [False, True], ids=["a row each", "one row for all"])
+def test_operations_on_rows(set: str, n: int, shared: bool) -> None:
+    """Right against float64, and a row's bits are the same alone and among eight, on one thread and on two."""
+    rng = np.random.default_rng(n)
+    x = (rng.standard_normal((8, n)) * rng.choice([0.01, 1, 30], (8, 1))).astype(np.float32)
+    y = rng.standard_normal((1 if shared else 8, n)).astype(np.float32)
+    x64, y64 = x.astype(np.float64), y.astype(np.float64)
+    wanted = [
+        x64 + y64,
+        x64 * y64,
+        x64 / np.sqrt((x64**2).mean(axis=1, keepdims=True) + 1e-6),
+        x64 / (1 + np.exp(-x64)) * y64,
+    ]
+    for name, right in enumerate(wanted):
+        found = row_op(name, x, y, set=set)
+        np.testing.assert_allclose(found, right, rtol=5e-7, atol=1e-30)
+        assert np.array_equal(found, row_op(name, x, y, set=set, threads=2))
+        for i in range(8):
+            assert np.array_equal(
+                found[i : i + 1], row_op(name, x[i : i + 1], y if shared else y[i : i + 1], set=set)
+            )
+
+
+@pytest.mark.parametrize("set", SETS_WITH_ROWS)
+def test_extreme_values_in_rows(set: str) -> None:
+    x = np.array([[0, -0.0, 1e-40, 87.5, -87.5, 1000, -1000, 3e38, -3e38, np.inf, np.nan]], np.float32)
+    found = row_op(3, x, np.ones_like(x), set=set)[0]
+    assert np.isnan(found[-1]) and found[-2] == np.inf
+    np.testing.assert_allclose(
+        found[:5], [0, 0, 5e-41, 87.5, -87.5 / (1 + np.exp(87.5))], rtol=1e-6, atol=1e-36
+    )
+    assert found[5:9].tolist() == [1000, 0, np.float32(3e38), 0]
+    assert np.isnan(row_op(2, x, x, set=set)).all()
+    assert np.array_equal(row_op(2, x[:, :2], x[:, :2], set=set), np.zeros((1, 2), np.float32))
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    x = np.zeros((2, 4), np.float32)
+    for name, y, out in (
+        (4, x, x),
+        (0, x[:, :3].copy(), x),
+        (0, np.zeros((3, 4), np.float32), x),
+        (0, x, x[:1].copy()),
+    ):
+        with pytest.raises(ValueError, match="operation"):
+            _native.smallbatch_row_op(name, x, y, out)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     weights = random_weights(np.random.default_rng(5), T.Q8_0, 4, 64)
     for x, out in (

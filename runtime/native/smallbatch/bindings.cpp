@@ -54,9 +54,11 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     const size_t x_bytes = kernel->format.n_bytes(n_in);
     RowBuffer buffer;
     uint8_t * rows = buffer.reserve(n_rows * x_bytes);
-    prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows, n_threads);
+    Jobs jobs;
+    jobs.prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows);
     const Product product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n_rows), 0, n_out};
-    multiply(*kernel, &product, 1, n_threads);
+    jobs.multiply(*kernel, &product, 1);
+    jobs.run(n_threads);
 }
 
 }  // namespace
@@ -91,6 +93,23 @@ void bind_smallbatch(nb::module_ & m) {
     m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
           "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type "
           "`type`.");
+    m.def(
+        "smallbatch_row_op",
+        [](int name, Rows x, Rows y, Out out, float parameter, const std::string & set, int n_threads) {
+            const RowOp * ops = find_row_ops(set.empty() ? nullptr : set.c_str());
+            const size_t n_rows = x.shape(0), n = x.shape(1);
+            if (ops == nullptr || name < 0 || name >= n_row_ops || y.shape(1) != n || out.shape(1) != n ||
+                out.shape(0) != n_rows || (y.shape(0) != n_rows && y.shape(0) != 1)) {
+                throw std::invalid_argument("operation " + std::to_string(name) + " of set '" + set + "' on such rows");
+            }
+            nb::gil_scoped_release release;
+            Jobs jobs;
+            jobs.apply({ops[name], x.data(), y.data(), out.data(), n, n_rows, 4 * n, y.shape(0) == 1 ? 0 : 4 * n, 4 * n, parameter});
+            jobs.run(n_threads);
+        },
+        "name"_a, "x"_a, "y"_a, "out"_a, "parameter"_a = 0.0f, "set"_a = "", "threads"_a = 1,
+        "out (n_rows, n) = op(x, y), where op is 0: x + y, 1: x y, 2: x over its root mean square (`parameter` is epsilon), "
+        "3: silu(x) y; y may be one row.");
     m.def(
         "smallbatch_read",
         [](nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes, int n_threads) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <new>
 #include <vector>
 
@@ -20,7 +21,8 @@ using namespace ggml;
 constexpr const char * device_name = "SMALLBATCH";
 
 Library library;
-int32_t op_mul_mat = -1, op_mul_mat_id = -1;
+int32_t op_mul_mat = -1, op_mul_mat_id = -1, op_reshape = -1;
+int32_t row_op_numbers[n_row_ops] = {-1, -1, -1, -1};  // ggml's
 std::string forced_set;
 thread_local uint64_t placed_types = 0;  // one bit per ggml type
 
@@ -90,8 +92,42 @@ bool is_contiguous(const Tensor & t) {
            t.nb[3] == t.nb[2] * size_t(t.ne[2]);
 }
 
+bool is_small_product(const Tensor * op);
+
+// Which of the operations on rows it is; n_row_ops for any other.
+int row_op_of(const Tensor & t) {
+    const int i = int(std::find(row_op_numbers, row_op_numbers + n_row_ops, t.op) - row_op_numbers);
+    return i == row_swiglu && (t.op_params[0] != glu_swiglu || t.op_params[1] != 0 || t.src[1] == nullptr) ? n_row_ops : i;
+}
+
+// An operation on the rows of a product with weights that lie here, or on those of such an operation: (n, n_rows) all along, so
+// that n_rows says at every width how wide the decode is. Left to the CPU backend, each would part two products: to hand over and
+// back takes longer than it does itself.
+bool follows_a_product(const Tensor * op) {
+    for (int i = 0; i < 16; ++i) {
+        const int name = row_op_of(*op);
+        const Tensor & x = *op->src[0];
+        const Tensor * y = op->src[1];
+        if (name == n_row_ops || op->ne[1] > max_rows || op->ne[2] != 1 || op->ne[3] != 1 || op->type != type_f32 ||
+            !is_contiguous(*op) || x.type != type_f32 || !is_contiguous(x) || !std::equal(x.ne, x.ne + 4, op->ne)) {
+            return false;
+        }
+        if (name != row_rms_norm && (y->type != type_f32 || !is_contiguous(*y) || y->ne[0] != x.ne[0] ||
+                                     (y->ne[1] != 1 && y->ne[1] != x.ne[1]) || y->ne[2] != 1 || y->ne[3] != 1)) {
+            return false;
+        }
+        op = &x;
+        while (op->op == op_reshape) op = op->src[0];  // to the same shape: one of a single sequence
+        if (op->op == op_mul_mat) return op->ne[0] == x.ne[0] && op->ne[1] == x.ne[1] && lies_here(*op->src[0]) && is_small_product(op);
+    }
+    return false;
+}
+
 bool supports_op(Device *, const Tensor * op) {
-    if (!is_product(*op)) return false;
+    return is_product(*op) ? is_small_product(op) : row_op_of(*op) != n_row_ops && follows_a_product(op);
+}
+
+bool is_small_product(const Tensor * op) {
     const Tensor & weights = *op->src[0];
     const Tensor & x = *op->src[1];
     const bool is_placed_here = lies_here(weights);
@@ -111,7 +147,14 @@ class Stream {
     int n_threads = 4;  // ggml's default, until the context says otherwise
 
     // Forgets which rows are prepared: a tensor's address may mean another one in the next graph.
-    void begin() { x_ = nullptr; }
+    void begin() {
+        jobs_.clear();
+        x_ = nullptr;
+        n_buffers_ = 0;
+    }
+
+    // Does what the calls since begin() asked for.
+    void run() { jobs_.run(n_threads); }
 
     // (n_planes, n_rows, n_in) times (n_matrices, n_out, n_in): consecutive planes share a matrix.
     void multiply_planes(const Tensor & op) {
@@ -126,7 +169,18 @@ class Stream {
             products_.push_back(product(weights, i / planes_per_matrix, rows_ + i * n_rows * x_bytes_, int(n_rows),
                                         static_cast<float *>(op.data) + i * n_rows * n_out));
         }
-        multiply(kernel, products_.data(), products_.size(), n_threads);
+        jobs_.multiply(kernel, products_.data(), products_.size());
+    }
+
+    // out = op(x, y), row by row.
+    void apply_to_rows(const Tensor & op, int name) {
+        const Tensor & x = *op.src[0];
+        const Tensor & y = name == row_rms_norm ? x : *op.src[1];
+        float parameter;
+        std::memcpy(&parameter, op.op_params, sizeof parameter);
+        const RowOp * ops = find_row_ops(forced_set.empty() ? nullptr : forced_set.c_str());
+        jobs_.apply({ops[name], static_cast<const float *>(x.data), static_cast<const float *>(y.data), static_cast<float *>(op.data),
+                     size_t(op.ne[0]), size_t(op.ne[1]), x.nb[1], y.ne[1] == 1 ? 0 : y.nb[1], op.nb[1], parameter});
     }
 
     // out(t, u) = x(t, u or 0) times matrix ids(t, u), for tokens t and the experts u that each of them uses. Rows that
@@ -139,6 +193,7 @@ class Stream {
         const size_t n_out = size_t(weights.ne[1]), n_used = size_t(ids.ne[0]), n_tokens = size_t(ids.ne[1]);
         if (n_used == 0 || n_tokens == 0) return;
         prepare_rows(kernel, x);
+        run();
         uses_.clear();
         for (size_t t = 0; t < n_tokens; ++t) {
             for (size_t u = 0; u < n_used; ++u) {
@@ -162,7 +217,8 @@ class Stream {
                     product(weights, size_t(uses_[i].expert), sorted_x + i * x_bytes_, 1, sorted_out + i * n_out));
             }
         }
-        multiply(kernel, products_.data(), products_.size(), n_threads);
+        jobs_.multiply(kernel, products_.data(), products_.size());
+        run();
         for (size_t i = 0; i < uses_.size(); ++i) {
             std::memcpy(static_cast<float *>(op.data) + uses_[i].out_row * n_out, sorted_out + i * n_out, n_out * 4);
         }
@@ -179,9 +235,9 @@ class Stream {
         if (x_ == &x && prepared_by_ == kernel.format.prepare) return;
         const size_t n_in = size_t(x.ne[0]), n_rows = size_t(x.ne[1]), n_planes = size_t(x.ne[2]);
         x_bytes_ = kernel.format.n_bytes(n_in);
-        rows_ = buffer_.reserve(n_rows * n_planes * x_bytes_);
-        prepare(kernel, {static_cast<const uint8_t *>(x.data), n_in, n_rows, n_planes, x.nb[1], x.nb[2]}, rows_,
-                n_threads);
+        if (n_buffers_ == buffers_.size()) buffers_.emplace_back();
+        rows_ = buffers_[n_buffers_++].reserve(n_rows * n_planes * x_bytes_);
+        jobs_.prepare(kernel, {static_cast<const uint8_t *>(x.data), n_in, n_rows, n_planes, x.nb[1], x.nb[2]}, rows_);
         x_ = &x;
         prepared_by_ = kernel.format.prepare;
     }
@@ -196,7 +252,10 @@ class Stream {
     Prepare prepared_by_ = nullptr;
     uint8_t * rows_ = nullptr;
     size_t x_bytes_ = 0;
-    RowBuffer buffer_, sorted_x_, sorted_out_;
+    Jobs jobs_;
+    std::deque<RowBuffer> buffers_;  // prepared rows; the first n_buffers_ are in use
+    size_t n_buffers_ = 0;
+    RowBuffer sorted_x_, sorted_out_;
     std::vector<Product> products_;
     std::vector<Use> uses_;
 };
@@ -211,7 +270,10 @@ int32_t graph_compute(Backend * backend, Graph * graph) {
             if ((node.flags & flag_compute) == 0) continue;
             if (node.op == op_mul_mat) stream.multiply_planes(node);
             if (node.op == op_mul_mat_id) stream.multiply_by_id(node);
+            const int row_op = row_op_of(node);
+            if (row_op != n_row_ops) stream.apply_to_rows(node, row_op);
         }
+        stream.run();
     } catch (const std::bad_alloc &) {
         return status_alloc_failed;
     }
@@ -289,6 +351,13 @@ void find_ops() {
     op_mul_mat = library.mul_mat(context, t, t)->op;
     library.free(context);
     if (std::strcmp(library.op_name(op_mul_mat + 1), "MUL_MAT_ID") == 0) op_mul_mat_id = op_mul_mat + 1;
+    constexpr const char * names[n_row_ops] = {"ADD", "MUL", "RMS_NORM", "GLU"};
+    for (int32_t op = 0; row_op_numbers[row_swiglu] < 0; ++op) {  // GLU is the last of them, and is there in the version tested
+        for (int i = 0; i < n_row_ops; ++i) {
+            if (std::strcmp(library.op_name(op), names[i]) == 0) row_op_numbers[i] = op;
+        }
+        if (std::strcmp(library.op_name(op), "RESHAPE") == 0) op_reshape = op;
+    }
 }
 
 std::string try_to_register(void * handle) {

@@ -17,6 +17,7 @@ enum Usage : int32_t { usage_any = 0, usage_weights = 1 };
 enum Status : int32_t { status_success = 0, status_alloc_failed = -2, status_failed = -1 };
 constexpr int32_t type_f32 = 0, type_i32 = 26;
 constexpr int32_t flag_compute = 16;  // a node without it is not to be computed
+constexpr int32_t glu_swiglu = 2;       // op_params[0] of a GLU: silu(x) y; op_params[1] says whether x and y change places
 constexpr int32_t hint_hadamard = 1;  // op_params[1] of a product whose weights are a Hadamard matrix
 
 struct Tensor;

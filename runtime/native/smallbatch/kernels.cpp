@@ -28,7 +28,7 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
          },
-         avx512_bf16_kernels.first, avx512_bf16_kernels.n},
+         avx512_bf16_kernels.first, avx512_bf16_kernels.n, avx512_bf16_kernels.row_ops},
 #endif
 #ifdef SMALLBATCH_AVX512_VNNI
         {"avx512-vnni",
@@ -36,7 +36,7 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
          },
-         avx512_vnni_kernels.first, avx512_vnni_kernels.n},
+         avx512_vnni_kernels.first, avx512_vnni_kernels.n, avx512_vnni_kernels.row_ops},
 #endif
 #ifdef SMALLBATCH_AVX_VNNI
         {"avx-vnni",
@@ -44,19 +44,19 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
          },
-         avx_vnni_kernels.first, avx_vnni_kernels.n},
+         avx_vnni_kernels.first, avx_vnni_kernels.n, avx_vnni_kernels.row_ops},
 #endif
 #ifdef SMALLBATCH_AVX2
         {"avx2",
          [] {
              return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
          },
-         avx2_kernels.first, avx2_kernels.n},
+         avx2_kernels.first, avx2_kernels.n, avx2_kernels.row_ops},
 #endif
 #ifdef SMALLBATCH_NEON_DOTPROD
-        {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n},
+        {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n, neon_dotprod_kernels.row_ops},
 #endif
-        {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n},
+        {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n, portable_kernels.row_ops},
     };
     n_sets = sizeof sets / sizeof sets[0];
     return sets;
@@ -70,6 +70,16 @@ const Kernel * find_kernel(Type type, const char * set_name) {
         for (const Kernel * kernel = set->kernels; kernel != set->kernels + set->n_kernels; ++kernel) {
             if (kernel->type == type) return kernel;
         }
+    }
+    return nullptr;
+}
+
+const RowOp * find_row_ops(const char * set_name) {
+    size_t n_sets;
+    const KernelSet * sets = kernel_sets(n_sets);
+    for (const KernelSet * set = sets; set != sets + n_sets; ++set) {
+        if (!set->runs_here() || set->row_ops == nullptr) continue;
+        if (set_name == nullptr || std::strcmp(set->name, set_name) == 0) return set->row_ops;
     }
     return nullptr;
 }

@@ -75,6 +75,6 @@ constexpr Kernel kernels[] = {
 
 }  // namespace
 
-const Kernels avx512_bf16_kernels = {kernels, sizeof kernels / sizeof kernels[0]};
+const Kernels avx512_bf16_kernels = {kernels, sizeof kernels / sizeof kernels[0], nullptr};
 
 }  // namespace sidecar::smallbatch

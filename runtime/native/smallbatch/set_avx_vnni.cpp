@@ -1,4 +1,5 @@
 // AVX-VNNI (256 bits; Alder Lake, Zen 5 and later): sums of four products of unsigned and signed bytes.
+#include "row_ops.h"
 #include "vectors_256.h"
 
 namespace sidecar::smallbatch {
@@ -16,6 +17,6 @@ struct AvxVnni : Vectors256 {
 
 }  // namespace
 
-const Kernels avx_vnni_kernels = {All<AvxVnni>::kernels, All<AvxVnni>::n_kernels};
+const Kernels avx_vnni_kernels = {All<AvxVnni>::kernels, All<AvxVnni>::n_kernels, RowVectors::all};
 
 }  // namespace sidecar::smallbatch

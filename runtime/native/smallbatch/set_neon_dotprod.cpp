@@ -2,6 +2,7 @@
 #include <arm_neon.h>
 
 #include "products.h"
+#include "row_ops.h"
 
 namespace sidecar::smallbatch {
 namespace {
@@ -151,6 +152,6 @@ struct NeonDotprod {
 
 }  // namespace
 
-const Kernels neon_dotprod_kernels = {All<NeonDotprod>::kernels, All<NeonDotprod>::n_kernels};
+const Kernels neon_dotprod_kernels = {All<NeonDotprod>::kernels, All<NeonDotprod>::n_kernels, RowVectors::all};
 
 }  // namespace sidecar::smallbatch

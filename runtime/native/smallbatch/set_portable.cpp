@@ -1,5 +1,6 @@
 // Plain C++: runs anywhere, and shows what each vector operation means. Too slow to be offered as a device.
 #include "products.h"
+#include "row_ops.h"
 
 namespace sidecar::smallbatch {
 namespace {
@@ -240,6 +241,6 @@ struct Portable {
 
 }  // namespace
 
-const Kernels portable_kernels = {All<Portable>::kernels, All<Portable>::n_kernels};
+const Kernels portable_kernels = {All<Portable>::kernels, All<Portable>::n_kernels, RowVectors::all};
 
 }  // namespace sidecar::smallbatch

@@ -8,6 +8,7 @@ namespace sidecar::smallbatch {
 struct Kernels {
     const Kernel * first;
     size_t n;
+    const RowOp * row_ops;  // (n_row_ops,), or null
 };
 
 extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, neon_dotprod_kernels,

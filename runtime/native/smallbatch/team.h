@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "kernels.h"
 
@@ -43,13 +44,50 @@ struct RowSource {
     size_t row_bytes, plane_bytes;
 };
 
-// Prepares all rows for `kernel`: they come to lie one after another in `prepared`.
-void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared, int n_threads);
+// An operation on the rows of x and y, (n_rows, n) in memory each; y may have one row for all of x's.
+struct RowsOp {
+    RowOp op;
+    const float *x, *y;
+    float * out;
+    size_t n, n_rows;
+    size_t x_bytes, y_bytes, out_bytes;  // from row to row
+    float parameter;
+};
 
-// All outputs 0 .. end-1 of several products with the same kernel and shape of weights. Outputs are dealt to whichever
-// thread is free, since cores differ and other programs run; each is computed whole by one thread. Small products stay on
-// the calling thread.
-void multiply(const Kernel & kernel, const Product * products, size_t n_products, int n_threads);
+// Jobs for the team, done one after another in one go: to call it together and send it home takes as long as a small product.
+//
+// A job's parts are dealt to whichever thread is free, since cores differ and other programs run; each part is computed whole by
+// one thread. A thread waits for a job's parts, not for the other threads: one that never got a processor holds nobody up. Small
+// jobs are one part, and where all are small none but the calling thread works.
+class Jobs {
+  public:
+    Jobs();
+    ~Jobs();
+
+    // Prepares all rows for `kernel`: they come to lie one after another in `prepared`.
+    void prepare(const Kernel & kernel, const RowSource & source, uint8_t * prepared);
+
+    // All outputs 0 .. end-1 of several products with the same kernel and shape of weights.
+    void multiply(const Kernel & kernel, const Product * products, size_t n_products);
+
+    void apply(const RowsOp & rows);
+
+    // Does all that has been added since, in that order.
+    void run(int n_threads);
+
+    // Forgets it instead.
+    void clear();
+
+  private:
+    struct Job;
+    Job & add(size_t n_parts, size_t n_bytes);
+    static void work(void * jobs);
+
+    std::vector<std::unique_ptr<Job>> jobs_;  // the first n_ are to be done; the others are kept for their memory
+    size_t n_ = 0;
+    bool any_large_ = false;
+    size_t n_threads_ = 1;
+};
 
 // Reads n_bytes (a multiple of 256) and does nothing else: as fast as this memory can be read by so many threads.
 // Returns the exclusive or of all words, so that nothing can be left out.
