@@ -23,6 +23,8 @@ constexpr std::chrono::milliseconds between_looks{250};  // /proc/stat counts hu
 
 constexpr std::chrono::milliseconds pause{50};  // spinning threads have long gone to sleep
 
+constexpr std::chrono::seconds after_sharing{5};  // threads of ours that shared a processor sleep so long
+
 constexpr double slice_s = 0.004;      // what a scheduler gives a thread at a time, at most
 constexpr double default_spins = 3e5;  // libgomp's own choice
 
@@ -61,21 +63,34 @@ Processors processors() {
 }
 
 // Threads of this process that run or could.
-int n_own_running() {
+struct OwnRunning {
     int n = 0;
+    bool share = false;  // two of them are on one processor
+};
+
+OwnRunning own_running() {
+    OwnRunning own;
+    cpu_set_t taken;
+    CPU_ZERO(&taken);
     DIR * tasks = opendir("/proc/self/task");
-    if (tasks == nullptr) return n;
+    if (tasks == nullptr) return own;
     while (const dirent * task = readdir(tasks)) {
-        char path[288], line[512];
+        char path[288], line[1024];
         std::snprintf(path, sizeof path, "/proc/self/task/%s/stat", task->d_name);
         std::FILE * file = task->d_name[0] == '.' ? nullptr : std::fopen(path, "re");
         if (file == nullptr) continue;
-        const char * name_end = std::fgets(line, sizeof line, file) == nullptr ? nullptr : std::strrchr(line, ')');
-        n += name_end != nullptr && std::strncmp(name_end, ") R", 3) == 0;
+        const char * field = std::fgets(line, sizeof line, file) == nullptr ? nullptr : std::strrchr(line, ')');
         std::fclose(file);
+        if (field == nullptr || std::strncmp(field, ") R", 3) != 0) continue;
+        own.n += 1;
+        for (int i = 2; i < 39 && field != nullptr; ++i) field = std::strchr(field + 1, ' ');  // the 39th is the processor
+        const int cpu = field == nullptr ? CPU_SETSIZE : std::atoi(field);
+        if (cpu < 0 || cpu >= CPU_SETSIZE) continue;
+        own.share = own.share || CPU_ISSET(cpu, &taken);
+        CPU_SET(cpu, &taken);
     }
     closedir(tasks);
-    return n;
+    return own;
 }
 
 // What libgomp does between two looks.
@@ -165,12 +180,14 @@ void Waiting::before(int n_threads) {
     ours_s_ = ours_s;
     const bool crowded = is_crowded(room, n_wanted, sleeping_);
     if (crowded && found.n_others == 0) {
-        const double n_others = std::max(0, found.n_running - n_own_running());
+        const OwnRunning own = own_running();
+        const double n_others = std::max(0, found.n_running - own.n);
         n_others_ = n_others_ > 0 ? (n_others_ + n_others) / 2 : n_others;
+        if (own.share) asleep_until_ = now + after_sharing;
     } else {
         n_others_ = 0;
     }
-    sleep(crowded && !(is_short_ && is_full(n_others_, n_cpus_, sleeping_)));
+    sleep(crowded && (now < asleep_until_ || !(is_short_ && is_full(n_others_, n_cpus_, sleeping_))));
 }
 
 void Waiting::after() {

@@ -4,7 +4,8 @@
 // others it depends. Where every processor has another program's thread too, ours run together or not at all, and spin for at
 // most a millisecond: those that sleep at once sleep and wake a thousand times a token, and one that spins for longer than the
 // scheduler's slice keeps the very thread that all wait for from its processor. Where others use some of the processors, two
-// threads of ours share one, for good, and the one that spins is always in the other's way: they sleep at once.
+// threads of ours share one, for good, and the one that spins is always in the other's way: they sleep at once. So they
+// do wherever two of them are seen on one processor.
 //
 // libgomp reads how long to spin from the environment when it is loaded, and never again; its own choice is a number of looks, which
 // last 3 ms on one processor and 16 ms on another. runtime/openmp.py tells it a millisecond. But while the process has more OpenMP
@@ -65,7 +66,7 @@ class Waiting {
     bool is_short_ = false;   // its spin is shorter than a scheduler's slice
     double n_others_ = 0.0;   // threads of other programs that run or could, a moving mean
     int n_cpus_ = 0;
-    std::chrono::steady_clock::time_point looked_at_, computed_at_;
+    std::chrono::steady_clock::time_point looked_at_, computed_at_, asleep_until_;
     double idle_s_ = 0.0, ours_s_ = 0.0;  // processor seconds at the last look
     struct Parked;
     std::shared_ptr<Parked> parked_;  // the parked team's thread looks after it too
