@@ -37,7 +37,7 @@ def make_draft_vocab(
         >>> 120_000 in vocab.ids                                                            # doctest: +SKIP
         True
     """
-    matrices = []
+    matrices: list[tuple[str, str, int, int, int, int, int]] = []
     for name in KINDS[head.kind].vocab_tensors(head.header):
         old, new = source.header.tensors.get(name), head.header.tensors[name]
         if old is None or old.shape[0] != new.shape[0]:

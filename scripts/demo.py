@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -18,8 +19,8 @@ from llama_sidecar.runtime.prompts import Prompt
 from ._report import summary
 from ._show import note
 
-N_PROMPTS = 5
-DEPTH = 3
+N_PROMPTS = 20
+N_SHOWN = 3  # texts
 BUDGET_S = 40
 WORTHWHILE = 1.05
 
@@ -34,7 +35,7 @@ WORTHWHILE = 1.05
     help="Folder for the converted files; they stay, to be used afterwards.",
 )
 @click.option(
-    "-n", "--n-predict", "n", type=click.IntRange(8), default=96, show_default=True, help="Tokens per text."
+    "-n", "--n-predict", "n", type=click.IntRange(8), default=128, show_default=True, help="Tokens per text."
 )
 def command(out: Path, n: int) -> None:
     """Convert the demo checkpoint, write some code with it plainly and speculatively, and show what that gained.
@@ -53,8 +54,15 @@ def command(out: Path, n: int) -> None:
     )
 
     click.echo("\n2. Complete code that the model was not trained on, plainly and speculatively in turns\n")
-    with load(files.main, files.sidecar, depth=DEPTH) as model:
-        report = measure(model, _heldout(checkpoint), n=n, budget_s=BUDGET_S, on_pair=_show_pair)
+    with load(files.main, files.sidecar) as model:
+        pairs = itertools.count()
+        report = measure(
+            model,
+            _heldout(checkpoint),
+            n=n,
+            budget_s=BUDGET_S,
+            on_pair=lambda pair: _show_pair(next(pairs), pair),
+        )
 
     click.echo("3. What speculation gained\n")
     for warning in report.warnings:
@@ -88,14 +96,15 @@ def _heldout(checkpoint: Path) -> list[Prompt]:
     ]
 
 
-def _show_pair(pair: Pair) -> None:
-    """The prompt, and after a mark the text; then how the two runs compare."""
+def _show_pair(i: int, pair: Pair) -> None:
+    """How the two runs compare; of the first ones the prompt and the text, too."""
     stats, at = pair.spec.stats, pair.divergence
     equal = "token ids equal" if at is None else f"token ids first apart at {at}"
-    click.echo(click.style(str(pair.prompt.content), dim=True) + pair.spec.text.rstrip())
+    if i < N_SHOWN:
+        click.echo(click.style(str(pair.prompt.content), dim=True) + pair.spec.text.rstrip())
     click.echo(
         f"   -> plain {pair.plain.stats.tok_s:.0f} tok/s, speculative {stats.tok_s:.0f} tok/s, "
-        f"L {stats.mean_accepted_length:.2f}, {equal}\n"
+        f"L {stats.mean_accepted_length:.2f}, {equal}" + ("\n" if i < N_SHOWN else "")
     )
     sys.stdout.flush()
 
