@@ -12,6 +12,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "generation.h"
 #include "log.h"
@@ -261,7 +262,7 @@ NB_MODULE(_native, m) {
             [](Session & self) {
                 const Saved saved = self.save();
                 const auto bytes = [](const std::vector<uint8_t> & b) { return nb::bytes(b.data(), b.size()); };
-                return nb::make_tuple(bytes(saved.target), bytes(saved.drafter));
+                return std::pair(bytes(saved.target), bytes(saved.drafter));
             },
             "The target's state and the drafter's.")
         .def(
