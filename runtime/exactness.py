@@ -131,7 +131,7 @@ def exactness_for(model: Model) -> Exactness:
 def remembered(model: Model) -> Exactness | None:
     """What is kept for this model and these settings; None where it is to be measured."""
     with suppress(CacheError):
-        return _read(_name(model.main.header, target_facts(model)))
+        return _read(exactness_key(model))
     return None
 
 
@@ -144,9 +144,10 @@ def recall(header: GGUFHeader) -> list[Exactness]:
     return []
 
 
-def _name(header: GGUFHeader, facts: Mapping[str, Any]) -> str:
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return f"{_trunk(header)}-{key[:32]}.json"
+def exactness_key(model: Model) -> str:
+    """What the bits of a model's decodes depend on, but for its weights' values; the name of its file in the cache folder."""
+    facts = hashlib.sha256(json.dumps(target_facts(model), sort_keys=True).encode()).hexdigest()
+    return f"{_trunk(model.main.header)}-{facts[:32]}.json"
 
 
 def _trunk(header: GGUFHeader) -> str:
@@ -168,7 +169,7 @@ def _read(name: str) -> Exactness | None:
 
 
 def _remember(model: Model, found: Exactness) -> None:
-    folder, name = CacheFolder(), _name(model.main.header, target_facts(model))
+    folder, name = CacheFolder(), exactness_key(model)
     folder.write("exactness", name, json.dumps(found.to_json(), indent=2).encode())
     folder.trim(keep=folder.path("exactness", name))
 

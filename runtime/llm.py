@@ -319,8 +319,9 @@ class Model:
             depth: drafts in every round; 0 makes a plain session (default: the model's setting, which may be pace's choice).
             learn: count what this session writes (default: the model's setting).
             n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
-            restore: a file that `Session.save` wrote, to go on from; of the same model, llama.cpp, KV types and context size. Where
-                another head drafts, or none did, drafting begins anew behind the text; another depth is fine.
+            restore: a file that `Session.save` wrote, to go on from; of the same model, llama.cpp, KV types and context size, and
+                where the model is exact, of a model that was exact with the same settings. Where another head drafts, or none
+                did, drafting begins anew behind the text; another depth is fine.
             scripted: tests only: a drafter that knows the text.
 
         Raises:

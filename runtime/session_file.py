@@ -38,7 +38,9 @@ _N_DIGEST = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Origin:
-    """What a state can be used with; all of it must be equal, but for `head`: another head begins anew behind the text."""
+    """What a state can be used with; all of it must be equal, but for `kind` and `head`, since another drafter begins anew behind
+    the text, and but for `exact` where the session that takes it over is not.
+    """
 
     model: str  # a hash of the main file: shapes, types and the beginning of every tensor
     library: str  # llama.cpp's commit
@@ -46,11 +48,13 @@ class Origin:
     n_ctx: int
     kind: str | None  # of the drafter
     head: str | None  # as `model`, of the file with the drafter's weights
+    exact: str | None  # of exact decoding: what its bits depend on
 
     @classmethod
     def of(cls, model: Model, n_ctx: int, kind: str | None) -> Origin:
         """That of a session of `model`."""
-        from .provenance import library  # it imports llm.py, which imports this
+        from .exactness import exactness_key  # these two import session.py or llm.py, which import this
+        from .provenance import library
 
         settings, head = model.settings, model.head_weights.path
         return cls(
@@ -60,6 +64,7 @@ class Origin:
             n_ctx=n_ctx,
             kind=kind,
             head=content_hash(read_model(head)) if kind else None,
+            exact=exactness_key(model) if model.exact else None,
         )
 
     def differs_from(self, here: Origin) -> str | None:
@@ -73,6 +78,8 @@ class Origin:
             return f"its KV cache is {mine}, this session's {yours} (--cache-type-k, --cache-type-v)"
         if self.n_ctx != here.n_ctx:
             return f"its context has {self.n_ctx} tokens, this session's {here.n_ctx} (ctx={self.n_ctx})"
+        if here.exact not in (None, self.exact):
+            return "it was not decoded with exact on this machine and with these settings: restore it without exact"
         return None
 
 
@@ -141,7 +148,7 @@ def read(path: str | os.PathLike[str], here: Origin) -> SavedSession:
 
     Raises:
         SessionFileError: there is no such file; it is cut short, damaged, or no saved session; it is of another version, model,
-            llama.cpp, KV cache or context size.
+            llama.cpp, KV cache or context size, or not exact where `here` is.
 
     Example:
         >>> read("talk.session", Origin.of(model, 8192, "mtp")).tokens[:3]       # doctest: +SKIP
@@ -154,10 +161,10 @@ def read(path: str | os.PathLike[str], here: Origin) -> SavedSession:
         raise SessionFileError(f"{path}: {error.strerror or error}") from error
     head, at = _head(path, data)
     try:
-        origin = Origin(**{**head["origin"], "cache_types": tuple(head["origin"]["cache_types"])})
+        origin = Origin(**{**head["origin"], "cache_types": tuple(map(str, head["origin"]["cache_types"]))})
         tokens = [int(token) for token in head["tokens"]]
         n_target, n_drafter = (int(n) for n in head["bytes"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SessionFileError(f"{path}: its head is none of a saved session ({error!r})") from error
     n_bytes = at + n_target + n_drafter + _N_DIGEST
     if min(n_target, n_drafter) < 0 or len(data) != n_bytes:
@@ -188,6 +195,6 @@ def _head(path: Path, data: memoryview) -> tuple[dict[str, Any], int]:
         raise SessionFileError(f"{path} has {len(data):,} of more than {end:,} bytes: it was cut short")
     try:
         head = json.loads(bytes(data[_FIXED.size : end]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SessionFileError(f"{path} is damaged: its head is no JSON ({error})") from error
     return head if isinstance(head, dict) else {}, end

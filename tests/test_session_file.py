@@ -208,6 +208,24 @@ def test_exact_sessions_are_saved_too(pair_of: PairOf, tmp_path: Path) -> None:
             assert session._native.state() == state
 
 
+def test_what_was_not_exact_is_refused_where_exact_is_promised(pair_of: PairOf, tmp_path: Path) -> None:
+    pair, path = pair_of("R", "BF16"), tmp_path / "one.session"
+    with opened((pair.main, pair.sidecar), kernels="stock") as model, model.session() as session:
+        text = written(session, PROMPT, 4)
+        session.save(path)
+    with opened((pair.main, pair.sidecar), exact=True, kernels="stock") as model:
+        assert "not decoded with exact" in refusal(model, path)
+        with model.session() as session:
+            text = written(session, PROMPT, 4)
+            session.save(path)
+        with model.session(restore=path) as session:
+            assert written(session, [*PROMPT, *text], 4)
+    with opened((pair.main, pair.sidecar), exact=True, kernels="stock", threads=2) as model:
+        assert "with these settings" in refusal(model, path)
+    with opened((pair.main, pair.sidecar), kernels="stock") as model, model.session(restore=path) as session:
+        assert written(session, [*PROMPT, *text], 4)
+
+
 # What is refused
 
 
@@ -319,9 +337,11 @@ def rewritten(
         (lambda head: head.update(tokens=[*head["tokens"], 1]), "positions"),
         (lambda head: head["tokens"].__setitem__(0, 70_000), "token id 70000"),
         (lambda head: head["tokens"].__setitem__(0, "x"), "its head"),
+        (lambda head: head["tokens"].__setitem__(0, float("inf")), "its head"),
         (lambda head: head.pop("origin"), "its head"),
         (lambda head: head["origin"].pop("n_ctx"), "its head"),
         (lambda head: head["origin"].update(cache_types=5), "its head"),
+        (lambda head: head["origin"].update(cache_types=[5, None]), "KV cache is 5/None"),
     ],
 )
 def test_heads_that_lie_are_refused(edit: Edit, said: str, model: Model, saved: Path) -> None:
@@ -331,6 +351,11 @@ def test_heads_that_lie_are_refused(edit: Edit, said: str, model: Model, saved: 
 def test_another_version_and_states_that_are_none_are_refused(model: Model, saved: Path) -> None:
     whole = saved.read_bytes()
     assert "format version 2" in refusal(model, rewritten(saved, lambda head: None, version=2))
+    head = b"[" * 100_000
+    saved.write_bytes(
+        session_file._FIXED.pack(session_file.MAGIC, session_file.VERSION, len(head)) + head + bytes(32)
+    )
+    assert "no JSON" in refusal(model, saved)
     for target in (b"", b"garbage" * 50, bytes(4000)):
         saved.write_bytes(whole)
         refusal(model, rewritten(saved, lambda head: None, target=target))
