@@ -81,7 +81,7 @@ def load(
         kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
-            "auto" cuts large vocabularies to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
+            "auto" cuts large vocabularies of MTP heads to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
         min_confidence: of a DSpark sidecar with a confidence head: a token that is less likely to stand ends its draft (0 to 1).
         ngram: where pace chooses the depth, also verify what followed the last time the text ended as it does now, whenever that
             is faster than drafting ("prompt look-up"); spec_type "ngram" does nothing else.
@@ -120,6 +120,11 @@ def load(
     chosen = choose_drafter(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
+    if isinstance(draft_vocab, int) and chosen.speculation.kind not in (None, "mtp"):
+        raise LoadError(
+            f"draft vocabulary {draft_vocab}: MTP heads alone are cut to fewer rows, and what drafts here is of kind "
+            f"{chosen.speculation.kind}: leave it out"
+        )
     if isinstance(chosen.file, Compact) and draft_vocab != "auto":
         raise LoadError(
             f"{chosen.file.path} is a compact sidecar and is used with the {len(chosen.file.tokens):,} rows it has: "

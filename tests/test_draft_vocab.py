@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
+from kind_models import write_kind
 
 from llama_sidecar.runtime import Model, Session, heads, kernels, load
 from llama_sidecar.runtime._native import DraftVocab
@@ -20,6 +21,7 @@ from llama_sidecar.runtime.draft_vocab import make_draft_vocab
 from llama_sidecar.runtime.errors import LoadError
 from llama_sidecar.runtime.library import set_verbose
 from llama_sidecar.runtime.reference import Context, contexts
+from llama_sidecar.runtime.sampling import address
 from llama_sidecar.runtime.weights import Weights, make_draft_context
 from llama_sidecar.sidecars import MainFile, Sidecar, open_main, open_sidecar, read_header
 from llama_sidecar.sidecars.compact import open_compact, write_compact
@@ -175,6 +177,17 @@ def test_rows_and_tokens_that_are_not_there_are_refused(pair: models.Pair, tmp_p
     for ids, rows in (([], []), ([256], []), ([0], [1])):
         with pytest.raises(ValueError):
             DraftVocab(0, 256, ids, rows, [])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_a_head_that_is_refused_leaves_no_file_open(pair: models.Pair) -> None:
+    with load(pair.main, pair.sidecar, ctx=256, threads=1, draft_vocab="full") as model:
+        head = address(model.head_weights.model)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        matrices = [(name, str(pair.main), 0, 64, 0, 0, 16) for name in ("token_embd.weight", "none.weight")]
+        with pytest.raises(ValueError, match=r"none\.weight"):
+            DraftVocab(head, 256, list(range(256)), [0], matrices)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("computing", ["stock", "ours"])
@@ -346,6 +359,13 @@ def test_a_compact_sidecar_and_a_number_of_rows_contradict_each_other(
 ) -> None:
     with pytest.raises(LoadError, match="100 rows it has"):
         load(pair.main, given, draft_vocab=rows)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "eagle3", "model"])
+def test_a_number_of_rows_is_refused_where_no_head_can_be_cut(kind: str, tmp_path: Path) -> None:
+    main, options = write_kind(kind, tmp_path)
+    with pytest.raises(LoadError, match=f"MTP heads alone .* kind {kind}"):
+        load(main, **{**options, "draft_vocab": 64})
 
 
 def test_a_compact_sidecar_of_another_model_is_refused(pair: models.Pair, tmp_path: Path) -> None:

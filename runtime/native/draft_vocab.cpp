@@ -31,25 +31,24 @@ DraftVocab::DraftVocab(const llama_model * head, int32_t n_vocab, std::vector<ll
         can_give_ = false;
         return;
     }
-    for (Matrix & matrix : matrices) {
-        Source source{std::move(matrix), -1, {}, 0};
+    for (const Matrix & matrix : matrices) {
+        Source source{matrix, File(matrix.path), {}, 0};
         for (const auto & [name, tensor] : llama.tensor_map(head)) {
             if (name != source.matrix.name) continue;
             source.tensors.push_back(tensor);
             source.own_row_bytes = llama.tensor_n_bytes(tensor) / ids_.size();
         }
         if (source.tensors.empty()) throw std::invalid_argument("there is no tensor " + source.matrix.name);
-        source.file = open(source.matrix.path.c_str(), O_RDONLY | O_CLOEXEC);
-        can_give_ = can_give_ && source.file >= 0;
+        can_give_ = can_give_ && source.file.number() >= 0;
         sources_.push_back(std::move(source));
     }
     can_give_ = can_give_ && !sources_.empty() && !spare_.empty();
 }
 
-DraftVocab::~DraftVocab() {
-    for (const Source & source : sources_) {
-        if (source.file >= 0) close(source.file);
-    }
+DraftVocab::File::File(const std::string & path) : number_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {}
+
+DraftVocab::File::~File() {
+    if (number_ >= 0) close(number_);
 }
 
 void DraftVocab::adopt(const std::vector<llama_token> & tokens) {
@@ -90,7 +89,7 @@ void DraftVocab::adopt(const std::vector<llama_token> & tokens) {
 
 std::vector<uint8_t> DraftVocab::read(const std::string & name, llama_token token) const {
     for (const Source & source : sources_) {
-        if (source.matrix.name == name && source.file >= 0 && size_t(token) < row_of_.size()) return read(source, token);
+        if (source.matrix.name == name && source.file.number() >= 0 && size_t(token) < row_of_.size()) return read(source, token);
     }
     return {};
 }
@@ -101,7 +100,7 @@ std::vector<uint8_t> DraftVocab::read(const Source & source, llama_token token) 
     std::vector<uint8_t> stored(from.row_bytes);
     size_t done = 0;
     while (done < stored.size()) {
-        const ssize_t n = pread(source.file, stored.data() + done, stored.size() - done,
+        const ssize_t n = pread(source.file.number(), stored.data() + done, stored.size() - done,
                                 off_t(from.offset + uint64_t(token) * from.row_bytes + done));
         if (n <= 0) return {};
         done += size_t(n);

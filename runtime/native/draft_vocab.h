@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llama_api.h"
@@ -33,7 +34,6 @@ class DraftVocab {
     // or a source cannot be opened, rows stay as they are. Throws std::invalid_argument.
     DraftVocab(const llama_model * head, int32_t n_vocab, std::vector<llama_token> ids, const std::vector<int32_t> & spare,
                std::vector<Matrix> matrices);
-    ~DraftVocab();
     DraftVocab(const DraftVocab &) = delete;
     DraftVocab & operator=(const DraftVocab &) = delete;
 
@@ -51,9 +51,20 @@ class DraftVocab {
     std::vector<uint8_t> read(const std::string & name, llama_token token) const;
 
   private:
+    // A file that is open for reading, while it lives; -1 where it cannot be.
+    class File {
+      public:
+        explicit File(const std::string & path);
+        File(File && other) noexcept : number_(std::exchange(other.number_, -1)) {}
+        ~File();
+        int number() const { return number_; }
+
+      private:
+        int number_;
+    };
     struct Source {
         Matrix matrix;
-        int file;
+        File file;
         std::vector<ggml_tensor *> tensors;  // a matrix that is embeddings and output has two in some backends' memory
         size_t own_row_bytes;
     };
