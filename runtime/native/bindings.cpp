@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -260,7 +259,10 @@ NB_MODULE(_native, m) {
         .def(
             "save",
             [](Session & self) {
-                const Saved saved = self.save();
+                const Saved saved = [&self] {
+                    const nb::gil_scoped_release released;
+                    return self.save();
+                }();
                 const auto bytes = [](const std::vector<uint8_t> & b) { return nb::bytes(b.data(), b.size()); };
                 return std::pair(bytes(saved.target), bytes(saved.drafter));
             },

@@ -70,6 +70,7 @@ struct OwnRunning {
 
 OwnRunning own_running() {
     OwnRunning own;
+#ifdef __linux__
     cpu_set_t taken;
     CPU_ZERO(&taken);
     DIR * tasks = opendir("/proc/self/task");
@@ -90,6 +91,7 @@ OwnRunning own_running() {
         CPU_SET(cpu, &taken);
     }
     closedir(tasks);
+#endif
     return own;
 }
 

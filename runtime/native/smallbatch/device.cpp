@@ -106,9 +106,10 @@ int row_op_of(const Tensor & t) {
 bool follows_a_product(const Tensor * op) {
     for (int i = 0; i < 16; ++i) {
         const int name = row_op_of(*op);
+        if (name == n_row_ops) return false;  // a leaf has no first argument either
         const Tensor & x = *op->src[0];
         const Tensor * y = op->src[1];
-        if (name == n_row_ops || op->ne[1] > max_rows || op->ne[2] != 1 || op->ne[3] != 1 || op->type != type_f32 ||
+        if (op->ne[1] > max_rows || op->ne[2] != 1 || op->ne[3] != 1 || op->type != type_f32 ||
             !is_contiguous(*op) || x.type != type_f32 || !is_contiguous(x) || !std::equal(x.ne, x.ne + 4, op->ne)) {
             return false;
         }
