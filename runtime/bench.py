@@ -333,9 +333,10 @@ def measure(
     report.accept = accept
     report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
     report.warnings += warnings
-    if model.exact and model.widths(model.n_ctx)[0] > 1:
-        n = model.widths(model.n_ctx)[0]
-        report.warnings.append(f"plain rounds have {n} rows too (--exact), and are slower than without it")
+    if model.exact and (n_rows := model.widths(model.n_ctx)[0]) > 1:
+        report.warnings.append(
+            f"plain rounds have {n_rows} rows too (--exact), and are slower than without it"
+        )
     report.source = provenance(model)
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
         bench = _Bench(
@@ -454,7 +455,7 @@ class _Bench:
     ) -> Generation:
         """Runs a text to its end. `n_other` are the tokens of earlier texts, for the progress; None shows none."""
         report = self._report
-        seed = (report.seed + len(report.pairs)) % MAX_SEED
+        seed = (report.seed + len(report.pairs)) % (MAX_SEED + 1)
         if self._coin is not None and session is self._spec:
             generation = session.generate_synthetic(tokens, p_accept=self._coin, max_tokens=n, seed=seed)
         else:

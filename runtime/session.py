@@ -182,7 +182,8 @@ class Session:
         rule = rule_of(accept, settings) if depth else rule_of("match", settings)
         if self.widths and rule == "reject":
             raise PromptError(
-                "accept 'reject' draws other tokens than plain decoding, which exact decoding promises"
+                "accept 'reject' draws other tokens than plain decoding, whose tokens exact decoding promises: leave one "
+                "of them out"
             )
         rule = "match" if self.widths else rule
         request = _Request(
@@ -220,11 +221,12 @@ class Session:
 
         The text is meaningless.
         """
-        self._check_prompt(list(prompt))
+        tokens = _token_ids(prompt)
+        self._check_prompt(tokens)
         if not 0 <= p_accept <= 1:
             raise PromptError(f"an acceptance of {p_accept} is not between 0 and 1")
         chooser = Chooser(_native.coin_chooser(p_accept, seed))
-        request = _Request(list(prompt), chooser, max_tokens, [], self.depth, self.pace, ignore_eos=True)
+        request = _Request(tokens, chooser, max_tokens, [], self.depth, self.pace, ignore_eos=True)
         return self._start(request)
 
     def time_rows(self, tokens: Sequence[int], n_rows: int, repeats: int) -> list[float]:
