@@ -370,8 +370,10 @@ class _Verification:
         report.seeded_flips = len(report.seeded) * float(np.mean(flips)) if flips else 0.0
 
     def _draw(self, prompt: list[int]) -> None:
-        """The joint of the first tokens: speculative sampling against plain, every draw with a seed of its own."""
+        """The joint of the first tokens, every draw with a seed of its own: speculative sampling against plain, or where decoding
+        is exact, which allows no other, sample-and-match."""
         model, report = self._model, self._report
+        rule = {"accept": "match" if model.exact else "reject"}
         samples: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
         started, share_s = time.perf_counter(), DRAW_SHARE * self._budget_s
         seeds = itertools.count(report.seed + N_SEEDS)
@@ -385,8 +387,7 @@ class _Verification:
                     break
                 self._progress(f"draws at temperature {TEMPERATURE:g}", i / N_DRAWS)
                 for session, sample in zip((plain, spec), samples, strict=True):
-                    options = _sampling(next(seeds)) | {"accept": "reject"}
-                    text = self._write(session, prompt, N_JOINT, **options)
+                    text = self._write(session, prompt, N_JOINT, **_sampling(next(seeds)), **rule)
                     sample.append(tuple(text.tokens))
         n = len(samples[0])
         if n < MIN_DRAWS:
@@ -409,7 +410,7 @@ def _sampling(seed: int) -> dict[str, Any]:
         "top_k": TOP_K,
         "top_p": 1.0,
         "min_p": 0.0,
-        "seed": seed % MAX_SEED,
+        "seed": seed % (MAX_SEED + 1),
     }
 
 

@@ -72,6 +72,14 @@ def test_the_depths_that_pace_chooses_are_verified_too(pair_of: PairOf) -> None:
     assert [trial.drafter for trial in report.trials][-2:] == ["mtp depth 4", "mtp pace"]
 
 
+def test_exact_decoding_is_verified_too(pair_of: PairOf) -> None:
+    """Of BF16 two rows and more agree, with each other alone: every round is filled up, and draws stand by match."""
+    with load(pair_of("R", "BF16").main, ctx=512, threads=2, depth=3, exact=True, kernels="stock") as model:
+        report = verify(model, PROMPTS[:1], n=N)
+    assert report.verdict == IDENTICAL and report.draws is not None
+    assert all(t.divergence is None and t.state_equal and t.next_difference == 0 for t in report.trials)
+
+
 @pytest.mark.parametrize("arch", drafts.TARGETS)
 def test_drafters_that_read_layer_inputs_are_verified_too(arch: str, tmp_path: Path) -> None:
     main = drafts.write_target(tmp_path, arch)
