@@ -132,7 +132,7 @@ def load(
         )
     _check_confidence(min_confidence, chosen, main_file)
     if chosen.speculation.kind == NGRAM and not ngram:
-        raise LoadError(f"spec_type {spec_type!r} and no n-grams contradict each other")
+        raise LoadError(f"spec_type {spec_type!r} and no n-grams (--no-ngram) contradict each other")
     set_verbose(verbose)
     return Model(
         main_file,
@@ -272,12 +272,17 @@ class Model:
         if not self.exact:
             return ()
         assert self.exactness is not None
-        widths = tuple(w for w in self.exactness.widths(n_ctx) if w <= min(self.settings.batch, n_ctx))
+        found = self.exactness.widths(n_ctx)
+        most = min(self.settings.batch, n_ctx)
+        widths = tuple(w for w in found if w <= most)
         if not widths or widths == (1,):
-            raise LoadError(
-                f"exact decoding cannot be had: no numbers of rows that agree to the bit fit ({self.exactness}; batch "
-                f"{self.settings.batch}): --kernels ours or --flash-attn off may help, or leave --exact out"
-            )
+            why = f"no numbers of rows agree to the bit ({self.exactness}): --kernels ours or --flash-attn off may help"
+            if found:
+                why = (
+                    f"those numbers of rows that agree to the bit ({self.exactness}) do not fit a decode of at most {most}: "
+                    f"raise {'--batch' if self.settings.batch < n_ctx else '--ctx'}"
+                )
+            raise LoadError(f"exact decoding cannot be had: {why}, or leave --exact out")
         return widths
 
     def make_draft_context(self, settings: Settings, *, n_ctx: int, target: Any) -> Any:

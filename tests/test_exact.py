@@ -196,11 +196,17 @@ def test_pace_decides_within_the_widths(only: object) -> None:
     assert text.tokens == written(model, PROMPT, 60, None)[0]
 
 
-@pytest.mark.parametrize(("groups", "batch"), [(((1,),), 512), ((), 512), (((1,), (4, 8)), 3)])
-def test_where_nothing_agrees_it_is_refused(only: object, groups: object, batch: int) -> None:
-    with pytest.raises(
-        LoadError, match=r"exact decoding cannot be had: .*--kernels ours .* leave --exact out"
-    ):
+@pytest.mark.parametrize(
+    ("groups", "batch", "advice"),
+    [
+        (((1,),), 512, "--kernels ours"),
+        ((), 512, "--kernels ours"),
+        (((1,), (4, 8)), 3, "at most 3: raise --batch"),
+        (((1, 2),), 1, "at most 1: raise --batch"),
+    ],
+)
+def test_where_nothing_agrees_it_is_refused(only: object, groups: object, batch: int, advice: str) -> None:
+    with pytest.raises(LoadError, match=rf"exact decoding cannot be had: .*{advice}.* leave --exact out"):
         only(*groups, batch=batch)  # type: ignore[operator]
 
 
