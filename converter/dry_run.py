@@ -161,6 +161,8 @@ def dry_run(
     >>> dry_run("Qwen3.5-0.8B").files[1].n_bytes  # doctest: +SKIP
     172935424
     """
+    if not 0 <= acceptance <= 1:
+        raise ConversionError(f"acceptance {acceptance!r} is not between 0 and 1")
     wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
     with _opened(checkpoint) as (opened, from_config), ExitStack() as others:
         draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix)

@@ -208,7 +208,7 @@ def remembered(model: Model) -> Costs | None:
         True
     """
     costs, depth = recall(costs_key(model)), _n_drafts(model)
-    if costs is None or costs.max_depth < depth:
+    if costs is None or not 1 <= depth <= costs.max_depth:
         return None
     return replace(costs, verify_s=costs.verify_s[: depth + 1])
 

@@ -430,7 +430,10 @@ class Model:
         """The compact head to draft with, where one is given or can be had; `draft_vocab_why` says why not."""
         if isinstance(sidecar, Compact):
             return sidecar
-        if n_rows == "full" or self.kind != "mtp":
+        if n_rows == "full" or self.kind is None:
+            return None
+        if self.kind != "mtp":
+            self.draft_vocab_why = f"an MTP head's alone is cut, and {self.kind} drafts here"
             return None
         try:
             n_kept = None if n_rows == "auto" else int(n_rows)

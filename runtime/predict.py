@@ -23,11 +23,12 @@ from . import placement
 from .bench import Report, measure, p_accept
 from .cache_folder import CacheFolder, default_root
 from .costs import Costs
-from .errors import CacheError, LoadError
+from .errors import CacheError, LoadError, PromptError
 from .library import llama
 from .llm import Model, load
 from .prompts import Prompt
 from .random_model import MARK, SHAPES, RandomPair, Shape, random_pair
+from .weights import Settings
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 MAX_DEPTH = 4
@@ -234,6 +235,9 @@ def predict(
         >>> predict().verdict                                                       # doctest: +SKIP
         'Speculation pays here: expect 1.2 to 1.5 times plain speed (31 tok/s) on code, 1.3 on chat, 1.1 on prose.'
     """
+    Settings(gpu_layers=gpu_layers, device=device, threads=threads)  # before a gigabyte is written for them
+    if not budget_s > 0:
+        raise PromptError(f"a budget of {budget_s} seconds is no time at all")
     folder = folder or default_root() / "predict"
 
     def before_writing(n_bytes: int) -> None:

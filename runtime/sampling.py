@@ -7,7 +7,6 @@ come from the file's `general.sampling.*` keys, else from llama.cpp's own. Knows
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import weakref
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import PromptError
+from .grammar import check_gbnf, schema_grammar
 from .library import forget_errors, last_error, llama
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Sampling:
         if not (self.grammar is None or isinstance(self.grammar, str)):
             found.append(f"the grammar {self.grammar!r} is not a text in GBNF")
         breakers = self.dry_sequence_breakers
-        if isinstance(breakers, str) or not all(isinstance(text, str) for text in breakers):
+        if isinstance(breakers, str) or not all(_is_utf8(text) for text in breakers):
             found.append(f"dry_sequence_breakers {breakers!r} are not several texts")
         if not isinstance(self.logit_bias, Mapping):
             return [*found, f"logit_bias {self.logit_bias!r} is not a mapping of token ids to numbers"]
@@ -162,6 +162,11 @@ class Sampling:
             elif not (_is_number(bias) and -math.inf <= bias <= 1e6):
                 found.append(f"logit_bias {bias!r} of token {token} is not a number of at most a million")
         return found
+
+
+def _is_utf8(text: Any) -> bool:
+    """Whether it is a text that libraries can be given: what is no UTF-8 on a command line comes as lone surrogates."""
+    return isinstance(text, str) and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_number(value: Any) -> bool:
@@ -360,39 +365,21 @@ def _truncating(sampling: Sampling) -> list[Any]:
 
 def _make_grammar(sampling: Sampling, vocab: Vocab) -> Any:
     """The grammar's own sampler, or None where nothing is bound."""
-    text = sampling.grammar
-    if sampling.json_schema is not None:
-        text = schema_grammar(sampling.json_schema)
-    if text is None:
+    schema, text = sampling.json_schema, sampling.grammar
+    if schema is None and text is None:
         return None
-    forget_errors()
-    made = llama().llama_sampler_init_grammar(vocab.pointer, text.encode(), b"root") if text.strip() else None
-    if not made:
-        raise PromptError(
-            f"the grammar is no GBNF that llama.cpp takes: {last_error() if text.strip() else 'it is empty'}"
-        )
-    return made
-
-
-def schema_grammar(schema: Mapping[str, Any] | str | bool) -> str:
-    """The GBNF of a JSON schema, which llama-cpp-python's converter writes.
-
-    Raises:
-        PromptError: it is not JSON, or uses what the converter does not know.
-
-    Example:
-        >>> "root ::=" in schema_grammar({"type": "integer"})
-        True
-    """
-    from llama_cpp.llama_grammar import json_schema_to_gbnf
-
+    gbnf = str(text) if schema is None else schema_grammar(schema)
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return str(json_schema_to_gbnf(text))
-    except RecursionError:
-        raise PromptError("the JSON schema nests too deeply") from None
-    except Exception as error:  # a converter of foreign schemas: any error in it is the schema's
-        raise PromptError(f"the JSON schema cannot be used: {error or type(error).__name__}") from error
+        check_gbnf(gbnf)
+        forget_errors()
+        made = llama().llama_sampler_init_grammar(vocab.pointer, gbnf.encode(), b"root")
+        if not made:
+            raise PromptError(f"the grammar is no GBNF that llama.cpp takes: {last_error()}")
+    except PromptError as error:
+        if schema is None:
+            raise
+        raise PromptError(f"the JSON schema cannot be used: {error}") from error
+    return made
 
 
 def address(pointer: Any) -> int:

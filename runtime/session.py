@@ -172,8 +172,8 @@ class Session:
         ):
             if value is not None and not (isinstance(value, int) and value >= least):
                 raise PromptError(f"{name} {value!r} is not a whole number of at least {least}")
-        stop = [stop] if isinstance(stop, str) else list(stop)
         try:
+            stop = [stop] if isinstance(stop, str) else list(stop)
             "".join(stop).encode()
         except (TypeError, UnicodeEncodeError):
             raise PromptError(f"stop strings {stop!r} are not all text") from None

@@ -122,7 +122,7 @@ def tune(
         progress: called with the texts done and the texts in all.
 
     Raises:
-        LoadError: nothing drafts for this model; PromptError: no prompt can be used, or n is too small.
+        LoadError: nothing drafts for this model; PromptError: no prompt can be used, or n or the budget is too small.
 
     Example:
         >>> tune(model, [Prompt("import os\\n", "code")]).verdict                 # doctest: +SKIP
@@ -130,6 +130,8 @@ def tune(
     """
     if n < 2:
         raise PromptError(f"{n} tokens a text are too few to time: at least 2")
+    if not budget_s > 0:
+        raise PromptError(f"a budget of {budget_s} seconds is no time at all")
     deadline = time.perf_counter() + budget_s
     costs = calibrate(model, budget_s=min(BUDGET_S, budget_s / 2))
     try:
@@ -138,7 +140,7 @@ def tune(
     except CacheError:
         remembered = False
     n_fitting = (deadline - time.perf_counter()) / (N_PASSES * (costs.max_depth + 1) * costs.plain_s)
-    n = min(n, max(MIN_TOKENS, int(n_fitting)))
+    n = int(min(n, max(MIN_TOKENS, n_fitting)))
     usable = _usable(model, prompts, n)
     passes = _run(model, usable, costs.max_depth, n, temperature, deadline, progress)
     acceptance = _acceptance([stats[-1] for stats in passes])

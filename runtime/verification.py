@@ -219,6 +219,8 @@ def verify(
         raise PromptError(
             f"{n} tokens a text leave no room for a prompt in a context of {model.n_ctx} (-n, --ctx)"
         )
+    if budget_s is not None and not budget_s > 0:
+        raise PromptError(f"a budget of {budget_s} seconds is no time at all")
     found, warnings = usable(model, prompts, n)
     report = Report([prompt for prompt, _ in found], model.depth, n, seed, warnings=warnings)
     report.source = provenance(model)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import click
 
-from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
-
 from . import __version__
 
 
@@ -56,6 +54,8 @@ def end_in_order() -> None:
 
 def notes(error: BaseException | None) -> list[str]:
     """What was added to an exception on its way."""
+    from llama_sidecar.sidecars.errors import printable
+
     return [f"note: {printable(note)}" for note in getattr(error, "__notes__", [])]
 
 
@@ -66,6 +66,18 @@ def main(command: click.Command = cli) -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks is no reason to stop
+    try:
+        _run(command)
+    except KeyboardInterrupt:  # before click, which has its own word for it, or after
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(command: click.Command) -> None:
+    from llama_sidecar.sidecars.errors import (
+        LlamaSidecarError,
+    )  # takes long enough for Ctrl-C: main looks after it
+
     try:
         command.main(prog_name=command.name, standalone_mode=False)
         sys.stdout.flush()

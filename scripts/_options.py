@@ -494,18 +494,20 @@ def _read_text(file: Path | None) -> str:
 
 def _open(main: Path, options: dict[str, Any]) -> Model:
     if options.get("exact") and not recall(read_model(main)):
-        note("measuring how many rows agree to the bit here, once: seconds, for a large model minutes")
+        note(
+            f"measuring how many rows agree to the bit here (seconds, for a large model minutes), {_how_often()}"
+        )
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)
     if model.paced and model.kind and remembered(model) is None:
-        problem = cache_folder.problem()
-        often = f"at every run, for {problem}" if problem else "once: a few seconds"
-        note(f"measuring what drafting costs on this machine, {often}")
+        note(f"measuring what drafting costs on this machine (a few seconds), {_how_often()}")
     if model.exact:
         rows = " or ".join(map(str, model.widths(model.n_ctx)))
         alone = "" if model.widths(model.n_ctx)[0] == 1 else ", plain rounds too"
         note(f"exact: every decode has {rows} rows{alone}, whose logits agree to the bit here")
+    if isinstance(options.get("draft_vocab"), int) and model.kind and model.draft_vocab is None:
+        note(f"--draft-vocab changes nothing: {model.draft_vocab_why}")
     if model.learns and not counts_for(model.main).any():
         note(
             "which tokens the model writes is counted from now on (never its text), to draft with those; --no-learn turns it off"
@@ -520,3 +522,9 @@ def _open(main: Path, options: dict[str, Any]) -> Model:
             f"nothing proves that {sidecar} was made for {main.name} ({model.speculation.match}); the text is right all the same"
         )
     return model
+
+
+def _how_often() -> str:
+    """How often something is measured that the cache folder keeps."""
+    problem = cache_folder.problem()
+    return f"at every run, for {problem}" if problem else "once"

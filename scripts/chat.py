@@ -64,7 +64,8 @@ def command(
         if question is None:
             talk.check()
             click.echo(f"{_title(model)}\n{HELP}", err=True)
-            _talk(talk, session, options)
+            if not _talk(talk, session, options):
+                sys.exit(1)
         elif as_json:
             answer = talk.ask(question, **options)
             answer.read()
@@ -88,8 +89,9 @@ def _stopped_by_ctrl_c(session: Session) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> None:
-    """Asks and answers until the user leaves."""
+def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> bool:
+    """Asks and answers until the user leaves; False if a message of a pipe had no answer."""
+    unanswered = False
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -98,7 +100,7 @@ def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> None
         if text == "/clear":
             talk.clear()
         elif text.startswith("/") and text[1:] in ("exit", "quit", "bye"):
-            return
+            break
         elif text:
             try:
                 with _stopped_by_ctrl_c(session):
@@ -106,7 +108,9 @@ def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> None
                     stream(answer)
                 click.echo(f"[{stats_line(answer)}]", err=True)
             except PromptError as error:
+                unanswered |= not is_terminal  # at a terminal the user has seen it
                 click.echo(f"error: {error} (/clear starts a new conversation)", err=True)
+    return not unanswered
 
 
 def _read(is_terminal: bool) -> str | None:

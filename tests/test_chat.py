@@ -168,9 +168,9 @@ def test_json_needs_a_message(main: Path) -> None:
     assert chat(main, "--json").exit_code == 2
 
 
-def test_a_prompt_too_long_is_one_line_and_the_chat_goes_on(main: Path) -> None:
+def test_a_prompt_too_long_is_one_line_and_the_chat_goes_on_and_a_pipe_ends_with_1(main: Path) -> None:
     result = chat(main, "--ctx", "64", input=f"{'x' * 100}\nHi\n")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "the context holds 64" in errors[0] and "/clear" in errors[0]
     assert result.stderr.count("tok/s") == 1

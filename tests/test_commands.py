@@ -174,6 +174,8 @@ def test_every_command_explains_itself(name: str) -> None:
         (["bench", "{main}", "--synthetic-length", "2"], "name it with --depth"),
         (["bench", "{main}", "--budget", "nan"], "no time at all"),
         (["run", "{main}", "-p", "a", "--temp", "nan"], "temperature"),
+        (["run", "{main}", "-p", "a", "--batch", "1"], "a batch of 1 has no room for drafts"),
+        (["tune", "{main}", "--budget", "nan"], "no time at all"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(
@@ -274,6 +276,30 @@ def test_ctrl_c_ends_run_quietly(endless: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and b"interrupted" in errors and b"Traceback" not in errors
+
+
+def test_ctrl_c_finds_no_imports_before_it_is_looked_after() -> None:
+    program = (
+        f"import sys, {entry.__name__}; print(*(m for m in ('numpy', 'gguf', 'rich') if m in sys.modules))"
+    )
+    assert not subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(command: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "_run", interrupt)
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 130 and capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_draft_vocabulary_that_changes_nothing_is_said(main: Path) -> None:
+    result = call("run", main, "-p", "a", "-n", 3, "--draft-vocab", 99999)
+    assert result.exit_code == 0 and "--draft-vocab changes nothing: a vocabulary of 256" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "inspect", "convert", "cache", "--help"])

@@ -363,6 +363,10 @@ def test_a_real_model_is_measured_once_and_pace_can_use_it(
         assert 0 <= Pace(costs).depth() <= 3
         monkeypatch.setattr(costs_module, "calibrate", None)
         assert costs_for(model) == costs
+    for batch, n_drafts in ((1, None), (3, 2)):
+        with load(pair_of("R", "Q8_0").main, ctx=256, threads=1, depth=3, batch=batch) as narrow:
+            found = remembered(narrow)
+            assert n_drafts == (found and found.max_depth)
 
 
 def test_without_a_cache_folder_costs_are_measured_each_time(

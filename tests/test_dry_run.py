@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import prod
+from math import nan, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hub_server import REPOSITORY, hub
 from sparse import WIDTHS_27B, write_sparse
 
 from llama_sidecar.converter import convert, dry_run
-from llama_sidecar.converter.errors import BadConfig, NotACheckpoint, UnsupportedModel
+from llama_sidecar.converter.errors import BadConfig, ConversionError, NotACheckpoint, UnsupportedModel
 from llama_sidecar.converter.families import families
 from llama_sidecar.scripts.convert import command
 from llama_sidecar.sidecars import read_header
@@ -224,3 +224,9 @@ def test_what_is_no_configuration(tmp_path: Path) -> None:
         dry_run(config_only(tmp_path / "b", lacking), tmp_path)
     with pytest.raises(NotACheckpoint, match="no config"):
         dry_run(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("acceptance", [-0.1, 1.1, nan])
+def test_a_chance_is_between_0_and_1(acceptance: float, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="not between 0 and 1"):
+        dry_run(make_checkpoint(tmp_path), tmp_path, acceptance=acceptance)

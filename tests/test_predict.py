@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -22,7 +23,7 @@ from llama_sidecar.runtime.errors import CacheError
 from llama_sidecar.runtime.predict import Prediction, best_depth, best_speedup
 from llama_sidecar.runtime.random_model import SHAPES, TYPES, RandomPair, Shape, random_pair
 from llama_sidecar.scripts.predict import command
-from llama_sidecar.sidecars import read_header
+from llama_sidecar.sidecars import LlamaSidecarError, read_header
 
 TINY = Shape(
     "tiny",
@@ -140,6 +141,15 @@ def test_kept_files_stay_until_the_next_run_and_other_files_for_ever(tmp_path: P
             second.sidecar.name,
         }
     assert [path.name for path in folder.iterdir()] == ["mine.gguf"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"budget_s": math.nan}, {"budget_s": -1.0}, {"threads": 9999}, {"gpu_layers": "many"}], ids=str
+)
+def test_wrong_settings_are_said_before_anything_is_written(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(LlamaSidecarError):
+        predict.predict(SHAPES["0.8B"], folder=tmp_path / "models", **wrong)
+    assert not (tmp_path / "models").exists()
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:

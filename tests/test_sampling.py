@@ -29,8 +29,9 @@ from llama_sidecar.runtime import (
     load,
     reference,
 )
+from llama_sidecar.runtime.grammar import MAX_NESTING, MAX_RULES, check_gbnf, schema_grammar
 from llama_sidecar.runtime.library import llama
-from llama_sidecar.runtime.sampling import MAX_SEED, file_defaults, schema_grammar
+from llama_sidecar.runtime.sampling import MAX_SEED, file_defaults
 from llama_sidecar.runtime.weights import make_target_context
 from llama_sidecar.scripts.run import command
 
@@ -233,7 +234,18 @@ def test_a_schema_may_be_text_or_an_object() -> None:
         ({"grammar": 'root ::= root "a"'}, "left recursion"),
         ({"grammar": 'other ::= "a"'}, "root"),
         ({"grammar": " "}, "empty"),
+        ({"grammar": 'root ::= "\udcff"'}, "no UTF-8 text"),
+        ({"grammar": 'root ::= "a"\0'}, "no UTF-8 text"),
+        ({"grammar": 'root ::= "a"{3,1}'}, "at least 3 and at most 1 times"),
+        ({"grammar": f"root ::= {'(' * 200_000}"}, "200,000 parentheses"),
         ({"json_schema": "{"}, "JSON schema cannot be used"),
+        ({"json_schema": "[1, 2]"}, r"JSON schema is \[1, 2\]: an object is expected"),
+        ({"json_schema": False}, "JSON schema is false: an object is expected"),
+        ({"json_schema": {"type": "string", "pattern": "^a{1,90000}$"}}, "schema.* parentheses"),
+        ({"json_schema": {"type": "string", "maxLength": 10**9}}, "maxLength is above"),
+        ({"json_schema": {"items": {"type": "string", "pattern": "^a{1,1000000}$"}}}, "pattern is above"),
+        ({"json_schema": {"properties": [1]}}, "converter does not know its form"),
+        ({"json_schema": {"enum": []}}, "JSON schema cannot be used: the grammar"),
         ({"json_schema": {"type": "nonsense"}}, "nonsense"),
         ({"grammar": GRAMMAR, "json_schema": SCHEMA}, "both"),
         ({"logit_bias": {256: 1.0}}, "outside the vocabulary of 256"),
@@ -241,6 +253,7 @@ def test_a_schema_may_be_text_or_an_object() -> None:
         ({"logit_bias": {"a": 1.0}}, "no id"),
         ({"logit_bias": 3}, "mapping"),
         ({"dry_sequence_breakers": "ab"}, "several texts"),
+        ({"dry_sequence_breakers": ["\udcff"]}, "several texts"),
         ({"top_k": 1.5}, "whole number"),
         ({"typical_p": 0.0}, "typical_p"),
         ({"repeat_penalty": 0.0}, "repeat_penalty"),
@@ -249,11 +262,33 @@ def test_a_schema_may_be_text_or_an_object() -> None:
         ({"seed": MAX_SEED + 1}, "seed"),
         ({"tempreature": 1.0}, "unknown: tempreature"),
         ({"logprobs": -1}, "logprobs"),
+        ({"stop": 5}, "stop strings 5 are not all text"),
     ],
 )
 def test_bad_settings_are_one_clear_error(model: Model, options: dict[str, Any], words: str) -> None:
     with model.session() as session, pytest.raises(PromptError, match=words):
         session.generate(PROMPT, **options)
+
+
+def test_only_grammars_that_llama_cpp_does_not_survive_are_refused() -> None:
+    for text in (
+        'root ::= "a"{1,3} "{3,1}" [{3,1}(] # {3,1} (',
+        'root ::= "\\"{3,1}(" [^\\]{3,1}] "a"{2} "a"{2,} "a"{ 02 , 10 }',
+        "root ::= " + "(" * MAX_NESTING + '"a"' + ")" * MAX_NESTING,
+        "root ::= " + '("a")' * 3 * MAX_NESTING,
+    ):
+        check_gbnf(text)
+    chain = "".join(f"r{i} ::= r{i + 1}\n" for i in range(MAX_RULES + 1))
+    nested = "root ::= " + "(" * (MAX_NESTING + 1)
+    for text in (nested, chain, 'root ::= ("a"){10, 9}', f'root ::= "a"{{1{10**4000},{10**4000}}}'):
+        with pytest.raises(PromptError):
+            check_gbnf(text)
+
+
+def test_what_a_schema_holds_as_a_value_repeats_nothing() -> None:
+    schema = {"properties": {"maxLength": {"const": {"maxLength": 10**9}}, "n": {"enum": ["a{1000000}"]}}}
+    assert "1000000" in schema_grammar(schema)
+    assert schema_grammar(True) == schema_grammar({})
 
 
 def test_nothing_left_to_choose_is_an_error_and_the_session_goes_on(model: Model) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from conftest import PairOf
 from llama_sidecar.runtime import Generation, LoadError, Model, PromptError, load, lossless, verification
 from llama_sidecar.runtime.lossless import Rounding, compare_widths
 from llama_sidecar.runtime.prompts import Prompt
+from llama_sidecar.runtime.tuning import tune
 from llama_sidecar.runtime.verification import (
     BUG,
     IDENTICAL,
@@ -278,6 +280,14 @@ def test_nothing_to_verify_is_refused(model: Model, pair_of: PairOf) -> None:
         verify(model, [Prompt("", "none")])
     with load(pair_of("R", "Q8_0").main, spec_type="none", ctx=64) as plain, pytest.raises(LoadError):
         verify(plain, PROMPTS)
+
+
+@pytest.mark.parametrize("budget_s", [math.nan, 0.0, -1.0])
+def test_no_time_at_all_is_an_error(model: Model, budget_s: float) -> None:
+    with pytest.raises(PromptError, match="no time at all"):
+        verify(model, PROMPTS, n=8, budget_s=budget_s)
+    with pytest.raises(PromptError, match="no time at all"):
+        tune(model, PROMPTS, n=8, budget_s=budget_s)
 
 
 def test_a_budget_that_is_too_small_says_what_was_left_out(model: Model) -> None:
