@@ -117,6 +117,8 @@ def write(path: str | os.PathLike[str], saved: SavedSession) -> None:
         SessionFileError: the system refuses.
     """
     path = Path(path)
+    if not path.name or (path.exists() and not path.is_file()):
+        raise SessionFileError(f"{path} cannot be written: it is a folder or a device")
     head = json.dumps(
         {
             "origin": asdict(saved.origin),
@@ -155,6 +157,8 @@ def read(path: str | os.PathLike[str], here: Origin) -> SavedSession:
         [785, 6722, 315]
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):  # it may never end
+        raise SessionFileError(f"{path}: no saved session, but a device")
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:

@@ -288,6 +288,22 @@ def test_what_is_no_file_or_a_foreign_one_is_refused(model: Model, tmp_path: Pat
         assert "no saved session" in refusal(model, path)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a file that is no regular one")
+def test_folders_and_devices_are_neither_read_nor_replaced(
+    model: Model, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipe = tmp_path / "pipe"  # as a device: reading it might never end
+    os.mkfifo(pipe)
+    with model.session(restore=saved) as session:
+        for place in (pipe, tmp_path, Path(".")):
+            with pytest.raises(SessionFileError, match="a folder or a device"):
+                session.save(place)
+            with pytest.raises(SessionFileError, match="but a device" if place == pipe else "Is a directory"):
+                model.session(restore=place)
+    assert pipe.is_fifo() and set(tmp_path.iterdir()) == {pipe, saved}
+
+
 def test_another_model_or_type_is_refused(model: Model, saved: Path, pair_of: PairOf) -> None:
     for pair in (pair_of("R", "Q8_0", seed=1), pair_of("R", "Q4_0"), pair_of("T", "Q8_0")):
         with opened((pair.main, pair.sidecar)) as other:
