@@ -25,6 +25,23 @@ def drafts_at_depths(
     return drafts
 
 
+def native_run(
+    model: Model, prompt: Sequence[int], n: int, depth: int
+) -> tuple[list[int], list[list[int]], int]:
+    """n greedy ids or a few more, every round's drafts, and how many of them stood."""
+    found_drafts, n_accepted = [], 0
+    with model.session(depth=depth) as session:
+        native, chooser = session._native, _native.greedy_chooser()
+        native.feed(list(prompt), True)
+        found = [native.first(chooser)]
+        while len(found) < n:
+            step = native.step(chooser, min(depth, n - len(found) - 1), True)
+            found += step.tokens
+            found_drafts.append(step.drafts)
+            n_accepted += step.n_accepted
+    return found, found_drafts, n_accepted
+
+
 def drafts_after(session: Session, n: int, depth: int) -> list[tuple[list[int], list[int]]]:
     """What n further rounds of a session emit, and draft."""
     chooser = _native.greedy_chooser()

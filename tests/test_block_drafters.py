@@ -8,7 +8,7 @@ from typing import Any
 import drafts
 import models
 import pytest
-from native_rounds import drafts_at_depths
+from native_rounds import drafts_at_depths, native_run
 
 from llama_sidecar.runtime import LoadError, Model, _native, load, reference
 from llama_sidecar.sidecars import open_sidecar
@@ -45,21 +45,6 @@ def plain_ids(model: Model, prompt: list[int] = PROMPT, n: int = N) -> list[int]
         return generation.tokens
 
 
-def native_run(model: Model, depth: int) -> tuple[list[int], list[list[int]], int]:
-    """N greedy ids, every round's drafts, and how many stood."""
-    found_drafts, n_accepted = [], 0
-    with model.session(depth=depth) as session:
-        native, chooser = session._native, _native.greedy_chooser()
-        native.feed(PROMPT, True)
-        found = [native.first(chooser)]
-        while len(found) < N:
-            step = native.step(chooser, min(depth, N - len(found) - 1), True)
-            found += step.tokens
-            found_drafts.append(step.drafts)
-            n_accepted += step.n_accepted
-    return found, found_drafts, n_accepted
-
-
 @pytest.mark.parametrize("arch", drafts.TARGETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_file_drafts_as_the_reference_does(
@@ -71,7 +56,7 @@ def test_every_form_of_the_file_drafts_as_the_reference_does(
         assert model.depth == (6 if model.kind == "dspark" and FORMS[form].get("anchor", True) else 5)
         for depth in (2, model.depth):
             expected, expected_drafts = reference.generate(model, PROMPT, N, depth)
-            found, found_drafts, _ = native_run(model, depth)
+            found, found_drafts, _ = native_run(model, PROMPT, N, depth)
             assert found == expected == plain_ids(model)
             assert found_drafts == expected_drafts
             assert len(found_drafts[0]) == depth
@@ -86,7 +71,7 @@ def test_drafts_of_which_some_stand_leave_nothing_in_the_target(
     sidecar = drafts.write_dflash(tmp_path, markov=True, text=text, scale=0.2)
     with load(mains[arch], sidecar, ctx=256, threads=1, depth=4) as model:
         expected, expected_drafts = reference.generate(model, PROMPT, N, 4)
-        found, found_drafts, n_accepted = native_run(model, 4)
+        found, found_drafts, n_accepted = native_run(model, PROMPT, N, 4)
         assert (found, found_drafts) == (expected, expected_drafts)
         assert 0 < n_accepted < sum(map(len, found_drafts))
         states = []
@@ -131,7 +116,7 @@ def test_confidence_ends_a_draft(mains: dict[str, Path], tmp_path: Path) -> None
     lengths = {}
     for least in (0.0, 0.6, 1.0):
         with load(mains["llama"], sidecar, ctx=256, threads=1, depth=6, min_confidence=least) as model:
-            found, found_drafts, _ = native_run(model, 6)
+            found, found_drafts, _ = native_run(model, PROMPT, N, 6)
             assert found == plain_ids(model)
             lengths[least] = sum(map(len, found_drafts))
     assert lengths[0.0] > lengths[0.6] > lengths[1.0] == 0

@@ -9,7 +9,7 @@ import drafts
 import models
 import numpy as np
 import pytest
-from native_rounds import drafts_at_depths, moved_rounds
+from native_rounds import drafts_at_depths, moved_rounds, native_run
 
 from llama_sidecar.runtime import LoadError, Model, _native, load, reference
 from llama_sidecar.sidecars import open_sidecar
@@ -46,29 +46,12 @@ def plain_ids(model: Model, n: int = N) -> list[int]:
         return generation.tokens
 
 
-def native_run(
-    model: Model, depth: int, prompt: list[int] = PROMPT
-) -> tuple[list[int], list[list[int]], int]:
-    """N greedy ids, every round's drafts, and how many stood."""
-    found_drafts, n_accepted = [], 0
-    with model.session(depth=depth) as session:
-        native, chooser = session._native, _native.greedy_chooser()
-        native.feed(prompt, True)
-        found = [native.first(chooser)]
-        while len(found) < N:
-            step = native.step(chooser, min(depth, N - len(found) - 1), True)
-            found += step.tokens
-            found_drafts.append(step.drafts)
-            n_accepted += step.n_accepted
-    return found, found_drafts, n_accepted
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_native_loop_reference_loop_and_plain_agree_in_tokens_and_in_every_draft(
     model: Model, depth: int
 ) -> None:
     expected, expected_drafts = reference.generate(model, PROMPT, N, depth)
-    found, found_drafts, n_accepted = native_run(model, depth)
+    found, found_drafts, n_accepted = native_run(model, PROMPT, N, depth)
     assert found == expected == plain_ids(model)
     assert found_drafts == expected_drafts
     assert n_accepted > N // 4  # otherwise this would test rejections alone
@@ -91,7 +74,7 @@ def test_every_form_of_the_file_drafts_as_the_reference_does(
     sidecar = drafts.write_eagle3(tmp_path, **options)
     with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
         expected, expected_drafts = reference.generate(model, PROMPT, N, 3)
-        assert native_run(model, 3)[:2] == (expected, expected_drafts)
+        assert native_run(model, PROMPT, N, 3)[:2] == (expected, expected_drafts)
         if options.get("n_rows"):
             assert {token % 2 for round_ in expected_drafts for token in round_} == {1}  # its rows' tokens
 
@@ -130,7 +113,7 @@ def test_prompt_pieces_do_not_change_the_drafts(model: Model, batch: int) -> Non
             native.feed(prompt[start : start + batch], start + batch >= len(prompt))
         native.first(chooser)
         found = [native.step(chooser, 3, True).drafts for _ in range(4)]
-    assert found == native_run(model, 3, prompt)[1][:4]
+    assert found == native_run(model, prompt, N, 3)[1][:4]
 
 
 def test_plain_rounds_for_long_cost_the_text_before_them_and_nothing_else(model: Model) -> None:
@@ -194,7 +177,7 @@ def test_the_layer_after_the_last_is_the_hidden_row_where_there_is_one(main: Pat
         return
     with load(main, sidecar, ctx=256, threads=1, depth=3) as model:
         expected, expected_drafts = reference.generate(model, PROMPT, N, 3)
-        assert native_run(model, 3)[:2] == (expected, expected_drafts)
+        assert native_run(model, PROMPT, N, 3)[:2] == (expected, expected_drafts)
 
 
 def test_a_borrowed_output_must_have_the_same_rows(main: Path, tmp_path: Path) -> None:

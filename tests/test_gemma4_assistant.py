@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from checkpoints import listing
 from draft_checkpoints import make_draft, make_target
-from native_rounds import drafts_at_depths
+from native_rounds import drafts_at_depths, native_run
 from test_convert_peer import LISTINGS, assert_equal_tensors
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.errors import BadConfig
-from llama_sidecar.runtime import LoadError, _native, load, reference
+from llama_sidecar.runtime import LoadError, load, reference
 from llama_sidecar.sidecars import check_pair, open_main, open_sidecar
 
 NAME = "gemma4_assistant"
@@ -65,15 +65,7 @@ def test_it_drafts_as_the_reference_does_on_the_targets_own_cache(pair: tuple[Pa
             plain.read()
         for depth in (1, 2, 4):
             expected, expected_drafts = reference.generate(model, PROMPT, N, depth)
-            found_drafts: list[list[int]] = []
-            with model.session(depth=depth) as session:
-                native, chooser = session._native, _native.greedy_chooser()
-                native.feed(PROMPT, True)
-                found = [native.first(chooser)]
-                while len(found) < N:
-                    step = native.step(chooser, min(depth, N - len(found) - 1), True)
-                    found += step.tokens
-                    found_drafts.append(step.drafts)
+            found, found_drafts, _ = native_run(model, PROMPT, N, depth)
             assert found == expected == plain.tokens
             assert found_drafts == expected_drafts
             assert len({tuple(drafts) for drafts in found_drafts}) > 1

@@ -15,7 +15,7 @@ import models
 import numpy as np
 import pytest
 from conftest import PairOf
-from native_rounds import drafts_at_depths, moved_rounds
+from native_rounds import drafts_at_depths, moved_rounds, native_run
 
 from llama_sidecar.runtime import (
     Model,
@@ -80,28 +80,14 @@ def test_native_loop_reference_loop_and_plain_agree_in_tokens_and_in_every_draft
     model: Model, depth: int
 ) -> None:
     expected, expected_drafts = reference.generate(model, PROMPT, N, depth)
-    found, drafts = native_run(model, depth)
+    found, drafts, _ = native_run(model, PROMPT, N, depth)
     assert found == expected == plain_ids(model)
     assert drafts == expected_drafts
 
 
-def native_run(model: Model, depth: int) -> tuple[list[int], list[list[int]]]:
-    """N greedy ids and every round's drafts."""
-    drafts = []
-    with model.session(depth=depth) as session:
-        native, chooser = session._native, _native.greedy_chooser()
-        native.feed(PROMPT, True)
-        found = [native.first(chooser)]
-        while len(found) < N:
-            step = native.step(chooser, min(depth, N - len(found) - 1), True)
-            found += step.tokens
-            drafts.append(step.drafts)
-    return found, drafts
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_f32_text_is_plain_text_up_to_near_ties(f32_model: Model, depth: int) -> None:
-    assert_same_text(f32_model, native_run(f32_model, depth)[0], plain_ids(f32_model))
+    assert_same_text(f32_model, native_run(f32_model, PROMPT, N, depth)[0], plain_ids(f32_model))
 
 
 @pytest.mark.parametrize("n_right", range(5))

@@ -356,7 +356,7 @@ NB_MODULE(_native, m) {
             },
             "session"_a, "turns"_a, "A round in a turn of its own.")
         .def("finish", &Generation::finish)
-        .def_prop_ro("wants_plain_context", [](const Generation & self) { return self.needs() == Generation::Need::plain_context; })
+        .def_prop_ro("wants_plain_context", &Generation::wants_plain_context)
         .def_prop_ro(
             "end",
             [](const Generation & self) -> std::optional<std::string> {

@@ -15,7 +15,7 @@ std::string Generation::begin(Session & session, llama_token first) {
 }
 
 std::optional<std::string> Generation::round(Session & session) {
-    need_ = Need::nothing;
+    wants_plain_context_ = false;
     if (end_ == End::none && session.cancelled) end_ = End::cancelled;
     if (end_ != End::none) return {};
     const int32_t n_room = limits_.n_ctx - session.n_past() - session.min_width();  // beside the last token, not decoded yet
@@ -34,7 +34,7 @@ std::optional<std::string> Generation::round(Session & session) {
     const bool plain = n_found == 0 && pacing_ != nullptr && !pacing_->drafting();
     if (plain && session.target().recurrent() && !session.has_plain_context() && !asked_for_context_) {
         asked_for_context_ = true;
-        need_ = Need::plain_context;
+        wants_plain_context_ = true;
         return {};
     }
 

@@ -1,7 +1,7 @@
 // A text: rounds one after another until it ends. What it has emitted, what of that can be shown, and what it cost.
 //
 // Order of calls: begin() takes the first token, which the prompt paid for; round() emits more until it returns nothing and
-// needs() says nothing either: the text has ended, and finish() has what was held back. A round that needs something from
+// wants_plain_context() is false, too: the text has ended, and finish() has what was held back. A round that needs something from
 // outside first does nothing but say so: the caller gives it and calls again. Python is entered once a round and no more: after
 // a decode the weights have pushed everything else out of the processor's caches, and each call costs its misses.
 //
@@ -31,10 +31,6 @@ struct Counts {
 class Generation {
   public:
     enum class End { none, stop, length, cancelled };
-    enum class Need {
-        nothing,
-        plain_context,  // rounds without drafts would be cheaper in a context without rollback slots: see Session::set_plain_context
-    };
 
     struct Limits {
         int32_t n_ctx;  // positions: llama.cpp's contexts may hold more
@@ -57,7 +53,9 @@ class Generation {
     // What was held back, once the text has ended.
     std::string finish();
 
-    Need needs() const { return need_; }
+    // Whether the next round would be cheaper in a context without rollback slots, which the session lacks: see
+    // Session::set_plain_context.
+    bool wants_plain_context() const { return wants_plain_context_; }
     End end() const { return end_; }
     bool whole() const { return whole_; }  // false after a round that failed: what the session holds is uncertain
 
@@ -77,7 +75,7 @@ class Generation {
     TextStream stream_;
     bool asked_for_context_ = false;
     bool whole_ = true;
-    Need need_ = Need::nothing;
+    bool wants_plain_context_ = false;
     End end_ = End::none;
 
     mutable std::mutex mutex_;  // for what other threads read

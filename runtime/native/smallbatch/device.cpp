@@ -125,7 +125,7 @@ bool follows_a_product(const Tensor * op) {
 }
 
 bool supports_op(Device *, const Tensor * op) {
-    return is_product(*op) ? is_small_product(op) : row_op_of(*op) != n_row_ops && follows_a_product(op);
+    return is_product(*op) ? is_small_product(op) : follows_a_product(op);
 }
 
 bool is_small_product(const Tensor * op) {
