@@ -58,29 +58,70 @@ class Vocab:
         """The text of several tokens, broken UTF-8 replaced."""
         return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
         """Token ids of a conversation through the file's chat template, with the opening of the answer.
+
+        Args:
+            messages: each with a role and its content.
+            tools: what the model may call, as OpenAI spells them: each a name and the JSON schema of its arguments.
+            variables: more that this template knows, such as `enable_thinking`; others change nothing.
 
         Raises:
             PromptError: the file has no template, or the template refuses these messages.
+
+        Example:
+            >>> model.vocab.chat_tokens([{"role": "user", "content": "Hi"}], enable_thinking=False)   # doctest: +SKIP
         """
-        return self.tokenize(self.render_chat(messages), add_special=False)
+        return self.tokenize(self.render_chat(messages, tools=tools, **variables), add_special=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as the file's chat template writes it. Raises PromptError as `chat_tokens` does."""
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        template = self._lib.llama_model_chat_template(_model_of(self._weights), None)
-        if not template:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as the file's chat template writes it; arguments and errors as of `chat_tokens`."""
+        template = self._template
+        if template is None:
             raise PromptError("the file has no chat template: use `run`, which completes text as it stands")
         try:
-            formatter = Jinja2ChatFormatter(
-                template.decode(),
+            given = [dict(message) for message in messages]
+            return str(
+                template(
+                    messages=given, tools=[dict(tool) for tool in tools or ()] or None, **variables
+                ).prompt
+            )
+        except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
+            raise PromptError(f"the file's chat template failed: {error}") from error
+
+    @property
+    def chat_template(self) -> str | None:
+        """The file's chat template, in Jinja; None where it has none."""
+        found = self._lib.llama_model_chat_template(_model_of(self._weights), None)
+        return found.decode("utf-8", "replace") if found else None
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        """The compiled chat template: a large one takes as long as a few tokens."""
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        source = self.chat_template
+        if source is None:
+            return None
+        try:
+            return Jinja2ChatFormatter(
+                source,
                 eos_token=self._spelling(self._lib.llama_vocab_eos(self.pointer)),
                 bos_token=self._spelling(self._lib.llama_vocab_bos(self.pointer)),
             )
-            return str(formatter(messages=[dict(m) for m in messages]).prompt)
-        except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
+        except Exception as error:
             raise PromptError(f"the file's chat template failed: {error}") from error
 
     def _spelling(self, token: int) -> str:
