@@ -14,7 +14,7 @@ from .drafter_choice import Speculation
 from .errors import LibraryError, LoadError, PromptError, SessionError, SessionFileError
 from .llm import Model, load
 from .sampling import Sampling
-from .session import Generation, Scripted, Session
+from .session import Generation, Piece, Scripted, Session
 from .stats import Stats
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "LibraryError",
     "LoadError",
     "Model",
+    "Piece",
     "PromptError",
     "Sampling",
     "Scripted",

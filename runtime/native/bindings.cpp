@@ -29,6 +29,9 @@ using namespace sidecar;
 
 namespace {
 
+// Python's names of Origin, in its order.
+constexpr const char * origin_names[] = {"plain", "drafted", "ngram", "corrected"};
+
 // A matrix as Python names it: the members of DraftVocab::Matrix.
 using Matrix = std::tuple<std::string, std::string, uint64_t, uint64_t, int32_t, int32_t, int64_t>;
 
@@ -372,5 +375,15 @@ NB_MODULE(_native, m) {
         .def_prop_ro("tokens", &Generation::tokens)
         .def_prop_ro("chosen", &Generation::chosen)
         .def_prop_ro("text", &Generation::text)
-        .def_prop_ro("counts", &Generation::counts);
+        .def_prop_ro("counts", &Generation::counts)
+        .def(
+            "pieces",
+            [](const Generation & self, size_t from) {
+                std::vector<std::tuple<std::string, llama_token, const char *>> pieces;
+                for (Piece & piece : self.pieces(from)) {
+                    pieces.emplace_back(std::move(piece.text), piece.token, origin_names[size_t(piece.origin)]);
+                }
+                return pieces;
+            },
+            "from"_a, "Emitted tokens whose text is shown: text, token, origin.");
 }

@@ -10,7 +10,9 @@ Generation::Generation(Chooser & chooser, Pacing * pacing, Limits limits)
 
 std::string Generation::begin(Session & session, llama_token first) {
     std::string shown;
-    take(session, {first}, shown);
+    Round round;
+    round.tokens = {first};
+    take(session, round, Origin::plain, shown);
     return shown;
 }
 
@@ -42,7 +44,7 @@ std::optional<std::string> Generation::round(Session & session) {
     place(session, plain);
     const Round round = session.step(chooser_, depth, limits_.ignore_eog, {found.tokens.begin(), found.tokens.begin() + n_found});
     std::string shown;
-    const int32_t n_used = take(session, round.tokens, shown);
+    const int32_t n_used = take(session, round, n_found > 0 ? Origin::ngram : Origin::drafted, shown);
     if (n_used < int32_t(round.tokens.size())) session.keep(n_used);
     whole_ = true;
 
@@ -81,6 +83,8 @@ std::string Generation::finish() {
     std::string tail = stream_.finish(end_ != End::stop);
     const std::lock_guard<std::mutex> lock(mutex_);
     text_ += tail;
+    if (!text_ends_.empty()) text_ends_.back() = std::max(text_ends_.back(), text_.size());
+    finished_ = true;
     return tail;
 }
 
@@ -104,6 +108,16 @@ Counts Generation::counts() const {
     return counts_;
 }
 
+std::vector<Piece> Generation::pieces(size_t from) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Piece> pieces;
+    for (size_t i = from; i < text_ends_.size() && (finished_ || text_ends_[i] <= text_.size()); ++i) {
+        const size_t begin = std::min(i > 0 ? text_ends_[i - 1] : 0, text_.size());
+        pieces.push_back({text_.substr(begin, text_ends_[i] - begin), chosen_[i], origins_[i]});
+    }
+    return pieces;
+}
+
 // Tells how far what was found is what the round emitted, whoever drafted.
 void Generation::compare(const Found & found, const std::vector<llama_token> & emitted) {
     const size_t n = std::min(found.tokens.size(), emitted.size());
@@ -123,11 +137,12 @@ void Generation::place(Session & session, bool plain) {
     }
 }
 
-// Adds emitted tokens to the text; how many of them were used before it ended.
-int32_t Generation::take(Session & session, const std::vector<llama_token> & tokens, std::string & shown) {
+// Adds a round's tokens to the text; how many of them were used before it ended. `draft` is the origin of its drafts.
+int32_t Generation::take(Session & session, const Round & round, Origin draft, std::string & shown) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const Origin own = round.n_accepted < int32_t(round.drafts.size()) ? Origin::corrected : Origin::plain;
     int32_t n_used = 0;
-    for (const llama_token token : tokens) {
+    for (const llama_token token : round.tokens) {
         n_used += 1;
         chosen_.push_back(token);
         counts_.n_chosen += 1;
@@ -138,6 +153,8 @@ int32_t Generation::take(Session & session, const std::vector<llama_token> & tok
         }
         counts_.n_tokens += 1;
         shown += stream_.push(session.piece(token));
+        origins_.push_back(n_used <= round.n_accepted ? draft : own);
+        text_ends_.push_back(stream_.n_whole());
         if (stream_.stopped()) {
             end_ = End::stop;
             break;

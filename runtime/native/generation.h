@@ -5,9 +5,10 @@
 // outside first does nothing but say so: the caller gives it and calls again. Python is entered once a round and no more: after
 // a decode the weights have pushed everything else out of the processor's caches, and each call costs its misses.
 //
-// One thread at a time calls all this; any other may meanwhile read tokens(), chosen(), text() and counts().
+// One thread at a time calls all this; any other may meanwhile read tokens(), chosen(), text(), pieces() and counts().
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -26,6 +27,21 @@ struct Counts {
     int32_t n_tokens = 0;               // of the text
     int32_t n_known = 0, n_chosen = 0;  // of the tokens chosen, the end of text included, how many the head had a row for
     double draft_s = 0.0, verify_s = 0.0, accept_s = 0.0;
+};
+
+// Where an emitted token came from.
+enum class Origin : uint8_t {
+    plain,      // the target's own, nothing having been drafted in its place
+    drafted,    // the drafter's, which stood
+    ngram,      // the same of what the look-up found
+    corrected,  // the target's own, in place of a draft that did not stand
+};
+
+// An emitted token with its text: all characters that it completes, so that those of all tokens are the text.
+struct Piece {
+    std::string text;
+    llama_token token;
+    Origin origin;
 };
 
 class Generation {
@@ -63,11 +79,14 @@ class Generation {
     std::vector<llama_token> chosen() const;  // emitted, and the token that ended the text
     std::string text() const;                 // what has been shown
     Counts counts() const;
+    // The emitted tokens from the `from`th on, as far as all their text is shown; after finish() all of them, what a stop string has
+    // cut off left out.
+    std::vector<Piece> pieces(size_t from) const;
 
   private:
     void place(Session & session, bool plain);
     void compare(const Found & found, const std::vector<llama_token> & emitted);
-    int32_t take(Session & session, const std::vector<llama_token> & tokens, std::string & shown);
+    int32_t take(Session & session, const Round & round, Origin draft, std::string & shown);
 
     Chooser & chooser_;
     Pacing * const pacing_;
@@ -81,6 +100,9 @@ class Generation {
     mutable std::mutex mutex_;  // for what other threads read
     std::vector<llama_token> chosen_;  // the first counts_.n_tokens of them are text
     std::string text_;
+    std::vector<Origin> origins_;    // (n_tokens)
+    std::vector<size_t> text_ends_;  // (n_tokens): in bytes of the text
+    bool finished_ = false;
     Counts counts_;
 };
 

@@ -86,6 +86,7 @@ void TextStream::add(unsigned char byte) {
 std::string TextStream::release(size_t n) {
     std::string text = held_.substr(0, n);
     held_.erase(0, n);
+    n_released_ += text.size();
     return text;
 }
 

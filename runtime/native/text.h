@@ -19,6 +19,9 @@ class TextStream {
 
     bool stopped() const { return stopped_; }
 
+    // Bytes of all whole characters so far, shown or held: where the text of the last token pushed ends, were it all shown.
+    size_t n_whole() const { return n_released_ + held_.size(); }
+
   private:
     void add(unsigned char byte);
     std::string release(size_t n);
@@ -27,6 +30,7 @@ class TextStream {
     std::string held_;         // whole characters that may not be shown yet
     std::string character_;    // of one that is not whole yet
     size_t n_missing_ = 0;     // bytes of it
+    size_t n_released_ = 0;
     bool stopped_ = false;
 };
 
