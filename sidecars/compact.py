@@ -31,11 +31,11 @@ from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES, GGUFHeader, StringAr
 from llama_sidecar.sidecars.gguf_reader import read_header
 from llama_sidecar.sidecars.kind import Target
 from llama_sidecar.sidecars.kinds import KINDS
+from llama_sidecar.sidecars.model_rules import check_model
 from llama_sidecar.sidecars.shards import shard_name
 from llama_sidecar.sidecars.sidecar import (
     MainFile,
     Sidecar,
-    check_epsilons,
     check_format,
     fingerprint,
     head_fingerprints,
@@ -352,7 +352,7 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
         )
     kind = found[0]
     kind.check(header)  # the rules of its kind, for a vocabulary of its own
-    check_epsilons(header)
+    check_model(header)
     tokens = header.strings(keys.TOKENS)
     n_rows, n_vocab = len(tokens), header.uint(keys.COMPACT_N_VOCAB)
     if header.uint(keys.VOCAB_SIZE) != n_rows:

@@ -17,6 +17,7 @@ from llama_sidecar.sidecars.fingerprint import main_trunk_fingerprint
 from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray
 from llama_sidecar.sidecars.kind import Target, n_blocks
 from llama_sidecar.sidecars.kinds import KINDS
+from llama_sidecar.sidecars.model_rules import check_model, check_vocabulary
 from llama_sidecar.sidecars.shards import read_model
 
 
@@ -112,7 +113,8 @@ def open_main(path: str | os.PathLike[str]) -> MainFile:
         raise errors.NotAMain(
             f"{path}: this is {identity}, not a main model; give the main model, and this file as its --sidecar"
         )
-    check_epsilons(header)
+    check_model(header)
+    check_vocabulary(header)
     return MainFile(
         path=header.path,
         header=header,
@@ -145,7 +147,8 @@ def open_sidecar(path: str | os.PathLike[str]) -> Sidecar:
     kind = KINDS[identity.kind]
     check_format(header)
     kind.check(header)
-    check_epsilons(header)
+    check_model(header)
+    check_vocabulary(header)
     return Sidecar(
         path=header.path,
         header=header,
@@ -180,14 +183,6 @@ def _tokens(header: GGUFHeader) -> StringArray:
                 f"{header.path}: {keys.TOKENS} holds {', '.join(map(repr, twice[:5]))} more than once; a text for each id is expected"
             )
     return tokens
-
-
-def check_epsilons(header: GGUFHeader) -> None:
-    """Raise WrongKey where the constant of a norm is none: llama.cpp would end the process at the first token."""
-    for name in map(header.key, keys.EPSILONS):
-        value = header.keys.get(name, 0.0)
-        if not (isinstance(value, float) and value >= 0):
-            raise errors.WrongKey(f"{header.path}: {name} is {value!r}; a number of at least 0 is expected")
 
 
 def check_format(header: GGUFHeader) -> None:

@@ -1,0 +1,37 @@
+"""Which architectures compute attention and gated-delta heads of which form, where llama.cpp asserts it at the first token.
+
+Names of architectures and nothing else (facts: the assertions in llama.cpp's src/models/*.cpp). An architecture that is new or in
+no list is not checked for that form.
+"""
+
+from __future__ import annotations
+
+# Keys and values of a head have one length.
+EQUAL_LENGTHS = frozenset({
+    "afmoe", "apertus", "arcee", "arctic", "baichuan", "bailingmoe2", "bert", "bitnet", "bloom",
+    "chameleon", "chatglm", "codeshell", "cogvlm", "cohere2", "cohere2moe", "command-r", "dbrx", "deci",
+    "deepseek", "dflash", "dots1", "dream", "eagle3", "ernie4_5", "ernie4_5-moe", "eurobert", "exaone",
+    "falcon", "glm4", "glm4moe", "gpt2", "gptneox", "granite", "granite_swa", "granitehybrid",
+    "graniteswitch", "grok", "grovemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3", "internlm2", "jais", "jais2",
+    "laguna", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "minimax-01", "minimax-m2",
+    "minimax-m3", "mistral3", "modern-bert", "mpt", "muse-glimmer", "nanbeige", "nemotron", "nemotron_h",
+    "nemotron_h_moe", "neo-bert", "olmo", "olmo2", "olmoe", "openelm", "orion", "paddleocr", "pangu-embedded", "phi2", "phi3", "plamo", "pockettts", "qwen", "qwen2", "qwen2moe", "qwen2vl", "qwen3",
+    "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "qwen4exp", "refact", "rnd1",
+    "seed_oss", "smallthinker", "smollm3", "spark2_5", "stablelm", "starcoder", "starcoder2", "t5", "xverse",
+})  # fmt: skip
+
+# All of a head is rotated, so that the dimensions of the rotary positions are the head's length.
+ROTATED_WHOLE = frozenset({
+    "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx",
+    "deci", "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4",
+    "falcon", "granite", "granite_swa", "graniteswitch", "grok", "grovemoe", "hunyuan-moe", "hunyuan_vl",
+    "hy_v3", "internlm2", "jais2", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum",
+    "minimax-01", "minimax-m2", "mistral3", "nemotron", "olmo", "olmo2", "olmoe", "orion", "paddleocr",
+    "pangu-embedded", "plamo", "pockettts", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl",
+    "qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "smollm3", "starcoder2", "talkie", "xverse",
+})  # fmt: skip
+
+GATED_DELTA = frozenset({"qwen35", "qwen35moe", "qwen3next", "qwen4exp"})
+
+# Rotary positions always have sections.
+SECTIONED = frozenset({"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp"})

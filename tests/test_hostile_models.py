@@ -1,0 +1,224 @@
+"""Models that llama.cpp does not come back from (assertions, divisions by zero, null pointers) are refused before it sees them.
+
+Each case is a sound tiny model with a few edits, most of them found by scripts/dev/fuzz/models.py; without our rule it ends the
+process. What only llama.cpp can refuse, and does, is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import drafts
+import gguf_edit
+import models
+import pytest
+from checkpoints import has_head, make_checkpoint
+from gguf_edit import Edit
+
+from llama_sidecar.converter import convert
+from llama_sidecar.sidecars import LlamaSidecarError, errors, open_main, open_sidecar
+
+MISSING, TYPE, WRONG = errors.MissingTensors, errors.BadTensorType, errors.WrongKey
+F64, I8, BF16, F16, Q8_1 = 28, 24, 30, 1, 9
+NAN, INFINITY = math.nan, math.inf
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The path of a sound model: of the runtime's tests by letter, an architecture, or a family's variant; with " sidecar" its sidecar."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            stem = name.removesuffix(" sidecar")
+            folder = tmp_path_factory.mktemp(stem)
+            if stem in ("R", "T"):
+                pair = models.write_pair(folder, recurrent=stem == "R")
+                made[stem], made[f"{stem} sidecar"] = pair.main, pair.sidecar
+            elif stem in drafts.TARGETS:
+                made[stem] = drafts.write_target(folder, stem)
+            else:
+                arch, variant = stem.split("-")
+                head = "Q8_0" if has_head(arch, variant) else None
+                result = convert(make_checkpoint(folder, arch, variant), folder / "out", "Q8_0", head)
+                made.update({stem: result.main, f"{stem} sidecar": result.sidecar or result.main})
+        return made[name]
+
+    return make
+
+
+def opened(path: Path, name: str) -> None:
+    (open_sidecar if name.endswith(" sidecar") else open_main)(path)
+
+
+def without_bytes(tokens: int) -> Edit:
+    return ["item", "tokenizer.ggml.token_type", tokens, 6]
+
+
+CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
+    # Counts and sizes
+    ("R", [["set", "qwen35.context_length", "UINT32", 0]], WRONG, "context_length is 0; 1 to"),
+    ("R", [["set", "qwen35.full_attention_interval", "UINT32", 0]], WRONG, "full_attention_interval is 0"),
+    (
+        "R",
+        [["set", "qwen35.attention.head_count", "STRING", "4"]],
+        WRONG,
+        "head_count is '4'; a whole number",
+    ),
+    ("R", [["set", "qwen35.attention.head_count", "ARRAY FLOAT64", []]], WRONG, "an array of 0; a whole"),
+    ("R", [["set", "qwen35.attention.head_count_kv", "UINT32", 3]], WRONG, "is 3; a divisor of the 4 heads"),
+    ("R", [["set", "qwen35.attention.head_count", "UINT32", 0]], WRONG, "head_count is 0; at least the 2"),
+    ("R", [["set", "qwen35.attention.head_count", "UINT32", 2**32 - 1]], WRONG, "head_count is 4294967295"),
+    ("R", [["set", "qwen35.attention.key_length", "UINT32", 32]], WRONG, "is 32; 16, the length of a value"),
+    (
+        "R",
+        [["set", "qwen35.attention.sliding_window", "UINT32", 2**31]],
+        WRONG,
+        "sliding_window is 2147483648",
+    ),
+    # Rotary positions
+    ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 7]], WRONG, "is 7; an even number"),
+    ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 18]], WRONG, "is 18; at most the 16 of a key"),
+    ("R", [["set", "qwen35.rope.dimension_sections", "ARRAY INT32", [0, 0, 0, 0]]], WRONG, "sum is 1 to 16"),
+    ("R", [["item", "qwen35.rope.dimension_sections", 2, 1 << 24]], WRONG, "sections .* sizes whose sum"),
+    ("qwen3", [["set", "qwen3.rope.dimension_count", "UINT32", 8]], WRONG, "is 8; 16 .*rotates whole heads"),
+    (
+        "llama",
+        [["set", "llama.rope.scaling.type", "STRING", "x"]],
+        WRONG,
+        "'x'; one of none, linear, yarn, longrope",
+    ),
+    ("R", [["set", "qwen35.rope.freq_base", "FLOAT32", NAN]], WRONG, "freq_base is nan; a number"),
+    ("R", [["set", "qwen35.rope.scaling.factor", "FLOAT32", INFINITY]], WRONG, "factor is inf; a number"),
+    (
+        "deepseek32-all",
+        [["set", "deepseek32.rope.dimension_count", "UINT32", 64]],
+        WRONG,
+        "dimension_count is 64",
+    ),
+    ("deepseek32-all", [["set", "deepseek32.attention.key_length", "UINT32", 16]], WRONG, "key_length is 16"),
+    # Recurrent state
+    ("R", [["set", "qwen35.ssm.inner_size", "UINT32", 1]], WRONG, r"inner_size is 1; 64 \(state_size 16"),
+    (
+        "R",
+        [["set", "qwen35.ssm.group_count", "UINT32", 0]],
+        WRONG,
+        "group_count is 0; a divisor of time_step",
+    ),
+    (
+        "R",
+        [["set", "qwen35.ssm.group_count", "UINT32", 3]],
+        WRONG,
+        "group_count is 3; a divisor of time_step",
+    ),
+    # Experts
+    (
+        "T sidecar",
+        [["set", "glm4moe.expert_count", "UINT32", 1025]],
+        WRONG,
+        "expert_count is 1025; 0 to 1,024",
+    ),
+    ("T sidecar", [["drop", "glm4moe.expert_count"]], WRONG, "used_count is 1; 0, since .* no experts"),
+    ("T sidecar", [["drop", "glm4moe.expert_used_count"]], WRONG, "used_count is 0; 1 to the 2 experts"),
+    ("T sidecar", [["set", "glm4moe.expert_used_count", "UINT32", 3]], WRONG, "used_count is 3; 1 to the 2"),
+    ("T sidecar", [["set", "glm4moe.expert_group_count", "UINT32", 2]], WRONG, "group_count is 2; a divisor"),
+    ("R", [["set", "qwen35.expert_group_count", "UINT32", 1]], WRONG, "group_count is 1; 0, since"),
+    (
+        "T sidecar",
+        [["set", "glm4moe.expert_gating_func", "UINT32", 127]],
+        WRONG,
+        "gating_func is 127; 0 to 4",
+    ),
+    (
+        "bailingmoe3-plain",
+        [["set", "bailingmoe3.expert_group_used_count", "UINT32", 513]],
+        WRONG,
+        "group_used_count is 513; 1 to",
+    ),
+    # Types of tensors
+    (
+        "R",
+        [["shape", "blk.0.attn_norm.weight", [64], BF16]],
+        TYPE,
+        "attn_norm.weight is BF16; .* expected in F32",
+    ),
+    ("R", [["shape", "blk.0.ssm_norm.weight", [16], F16]], TYPE, "ssm_norm.weight is F16"),
+    ("R sidecar", [["shape", "blk.4.nextn.hnorm.weight", [64], Q8_1]], TYPE, "hnorm.weight is Q8_1"),
+    (
+        "R",
+        [["shape", "blk.0.ssm_out.weight", [64, 64], F64]],
+        TYPE,
+        "ssm_out.weight is F64; a type of weights",
+    ),
+    (
+        "R",
+        [["shape", "token_embd.weight", [64, 256], I8]],
+        TYPE,
+        "token_embd.weight is I8; a type of weights",
+    ),
+    # Parts of blocks that llama.cpp takes for optional
+    ("R", [["remove", "blk.2.attn_qkv.weight"]], MISSING, "blk.2 has recurrent state and lacks attn_qkv"),
+    (
+        "R",
+        [["remove", f"blk.{i}.attn_gate.weight"] for i in range(3)],
+        MISSING,
+        "recurrent state and lacks attn_qkv or attn_gate",
+    ),
+    ("T sidecar", [["remove", "blk.4.ffn_down_exps.weight"]], MISSING, "has experts and lacks ffn_down_exps"),
+    ("T sidecar", [["remove", "blk.4.ffn_gate_inp.weight"]], MISSING, "has experts and lacks ffn_gate_inp"),
+    (
+        "T sidecar",
+        [["remove", "blk.4.ffn_up_shexp.weight"]],
+        MISSING,
+        "a shared expert and lacks ffn_up_shexp",
+    ),
+    ("qwen3", [["remove", "blk.1.ffn_down.weight"]], MISSING, "feed-forward network and lacks ffn_down"),
+    ("glm_dsa-shared", [["remove", "blk.1.indexer.proj.weight"]], MISSING, "blk.1 has an indexer and lacks"),
+    ("nemotron_h_moe-latent", [["remove", "blk.4.ssm_conv1d.bias"]], MISSING, "lacks ssm_conv1d.bias"),
+    # Vocabularies
+    ("R", [["set", "tokenizer.ggml.model", "STRING", "none"]], WRONG, "'none'; one of gpt2, llama, bert"),
+    ("R", [["set", "tokenizer.ggml.model", "UINT32", 1]], WRONG, "is 1; one of gpt2"),
+    ("R", [["set", "tokenizer.ggml.model", "STRING", "llama"]], WRONG, "without a token for the byte 0x00"),
+    ("R", [without_bytes(3)], WRONG, "for token 3, a byte,; a text such as <0x0A>"),
+    (
+        "R",
+        [["value", "tokenizer.ggml.token_type", [1, 1]]],
+        WRONG,
+        "array of 2; an I32 for each of the 256 tokens",
+    ),
+    (
+        "R",
+        [
+            ["set", "tokenizer.ggml.add_bos_token", "BOOL", True],
+            ["set", "tokenizer.ggml.model", "STRING", "t5"],
+        ],
+        WRONG,
+        "bos_token_id is absent; an id below 256, since tokenizer.ggml.add_bos_token is set",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "kind", "match"), CASES, ids=[f"{c[0]} {c[1][0][1]}" for c in CASES]
+)
+def test_it_is_refused_in_one_line(
+    name: str,
+    edits: list[Edit],
+    kind: type[LlamaSidecarError],
+    match: str,
+    sound: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    path = gguf_edit.read(sound(name)).apply(*edits).write(tmp_path / "main.gguf")
+    with pytest.raises(kind, match=match) as error:
+        opened(path, name)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["R", "R sidecar", "T", "T sidecar", "llama", "qwen3"])
+def test_written_again_without_edits_it_is_opened(
+    name: str, sound: Callable[[str], Path], tmp_path: Path
+) -> None:
+    opened(gguf_edit.read(sound(name)).write(tmp_path / "main.gguf"), name)
