@@ -110,23 +110,24 @@ def gpus() -> list[Gpu]:
     return found
 
 
+def devices() -> list[str]:
+    """What the loaded llama.cpp can compute on, by its own names ("CPU", "CUDA0", ...)."""
+    ggml = _ggml()
+    found = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
+    return [ggml.ggml_backend_dev_name(device).decode() for device in found]
+
+
 def device_list(names: str) -> Any:
     """llama.cpp's NULL-terminated device array for `CUDA0,CUDA1` (or `none`). Raises LoadError that lists what there is."""
     ggml = _ggml()
-    devices = (
+    found = (
         []
         if names == "none"
         else [ggml.ggml_backend_dev_by_name(n.strip().encode()) for n in names.split(",")]
     )
-    if not all(devices):
-        known = [
-            ggml.ggml_backend_dev_name(ggml.ggml_backend_dev_get(i))
-            for i in range(ggml.ggml_backend_dev_count())
-        ]
-        raise LoadError(
-            f"device {names!r} is unknown (there are: {', '.join(n.decode() for n in known)}, none)"
-        )
-    return (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+    if not all(found):
+        raise LoadError(f"device {names!r} is unknown (there are: {', '.join(devices())}, none)")
+    return (ctypes.c_void_p * (len(found) + 1))(*found, None)
 
 
 def _ggml() -> ctypes.CDLL:

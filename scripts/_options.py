@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
 from llama_sidecar.runtime.costs import remembered
@@ -75,6 +76,11 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic for the ty
             most = "" if self._most is None else f" and at most {self._most}"
             self.fail(f"{word} {self._what}: at least {self._least}{most}", param, ctx)
         return int(word)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
 class LogitBias(click.ParamType):  # type: ignore[type-arg]
