@@ -1,50 +1,92 @@
 """A conversation on a session: what was said so far, in words and in the token ids they were said in.
 
-Thin: the chat template is vocab.py's, the re-use of what the session holds is the session's own.
+Thin: the chat template is vocab.py's, the re-use of what the session holds is the session's own. Knows no terminal.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from . import conversation_file
+from .conversation_file import SavedConversation
+from .errors import PromptError
+from .reasoning import OPEN, ReasoningSplitter
 from .session import Generation, Session
+from .session_file import content_hash
+
+STATE_SUFFIX = ".session"  # of the state saved beside a conversation
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A question and its answer; `said` is the conversation up to here, or to an earlier answer, as text and token ids."""
+
+    question: str
+    answer: dict[str, Any]
+    said: tuple[str, list[int]] | None
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class _Running:
+    question: str
+    prompt: str
+    tokens: list[int]
+    generation: Generation
 
 
 class Conversation:
     """Questions and answers on one session, one after another.
 
     An answer goes on in the token ids it was generated in. Its text need not tokenize into the same ones, and with other
-    ids the session, whose recurrent state cannot be trimmed, would have to read all of the conversation again.
+    ids the session would have to read again from there on. Of reasoning, an earlier answer has what the chat template keeps.
 
     Args:
         session: answers; it should serve nothing else meanwhile, or each change costs the whole prompt.
         system: the system prompt.
+        variables: more that the chat template knows, such as `enable_thinking`.
 
     Example:
         >>> talk = Conversation(session, "Be brief.")                 # doctest: +SKIP
         >>> talk.ask("Why is the sky blue?", max_tokens=64).read()    # doctest: +SKIP
     """
 
-    def __init__(self, session: Session, system: str | None = None) -> None:
-        self._session = session
-        self._opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets all but the system prompt."""
-        self._messages = list(self._opening)
-        self._running: tuple[str, str, list[int], Generation] | None = None
-        self._said: tuple[str, list[int]] = ("", [])
+    def __init__(self, session: Session, system: str | None = None, **variables: Any) -> None:
+        self.session = session
+        #: The system prompt, or None; a change holds from the next question on.
+        self.system = system
+        #: What the chat template is given beside the messages; a change holds from the next question on.
+        self.variables = variables
+        self._exchanges: list[_Exchange] = []
+        self._running: _Running | None = None
+        self._last_question: str | None = None
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """What was said, as far as it was answered; an answer that was cut short is there as far as it got."""
         self._settle()
-        return list(self._messages)
+        return self._messages()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the context that it has taken so far, the last answer included; 0 before the first."""
+        running = self._running
+        if running is not None:
+            return len(running.tokens) + len(running.generation.tokens)
+        return self._exchanges[-1].n_tokens if self._exchanges else 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template knows the marks of reasoning."""
+        return OPEN in (self.session.model.vocab.chat_template or "")
 
     def check(self) -> None:
         """Raises PromptError where the file's chat template is missing or takes no such opening."""
-        self._session.model.vocab.render_chat([*self._opening, {"role": "user", "content": "?"}])
+        self._render([*self._opening(), {"role": "user", "content": "?"}])
 
     def ask(self, question: str, **options: Any) -> Generation:
         """Begins to answer; options as in `Session.generate`.
@@ -53,31 +95,172 @@ class Conversation:
             PromptError: no chat template, or the conversation outgrew the context; the question is then forgotten.
         """
         self._settle()
-        text = self._session.model.vocab.render_chat([*self._messages, {"role": "user", "content": question}])
+        text = self._render([*self._messages(), {"role": "user", "content": question}])
         tokens = self._tokens(text)
-        answer = self._session.generate(tokens, **options)
-        self._running = (question, text, tokens, answer)
-        return answer
+        generation = self.session.generate(tokens, **options)
+        self._running = _Running(question, text, tokens, generation)
+        self._last_question = question
+        return generation
+
+    def retry(self, **options: Any) -> Generation:
+        """Answers the last question anew, its last answer forgotten; options and errors as of `ask`.
+
+        Raises:
+            PromptError: nothing was asked yet.
+
+        Example:
+            >>> talk.retry(temperature=1.0).read()                    # doctest: +SKIP
+        """
+        self._settle()
+        question = self._last_question
+        if question is None:
+            raise PromptError("there is no question to answer again: nothing was asked yet")
+        before = list(self._exchanges)
+        if before and before[-1].question == question:
+            self._exchanges.pop()
+        try:
+            return self.ask(question, **options)
+        except BaseException:
+            self._exchanges = before
+            raise
+
+    def undo(self) -> str | None:
+        """Forgets the last question and its answer, and returns that question; None where nothing was said."""
+        self._settle()
+        if not self._exchanges:
+            return None
+        question = self._exchanges.pop().question
+        self._last_question = self._exchanges[-1].question if self._exchanges else None
+        return question
+
+    def clear(self) -> None:
+        """Forgets all but the system prompt."""
+        self._exchanges, self._running, self._last_question = [], None, None
+
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """The running answer as it comes, in ("reasoning" or "content", text); without the marks between them.
+
+        Example:
+            >>> answer = talk.ask("Why?")                             # doctest: +SKIP
+            >>> for kind, text in talk.parts():                       # doctest: +SKIP
+            ...     print(kind, text)
+            content Because
+        """
+        running = self._running
+        if running is None:
+            return
+        splitter = self._splitter(running)
+        for piece in running.generation:
+            yield from splitter.push(piece)
+        yield from splitter.finish()
+
+    # In a file
+
+    def save(self, path: str | os.PathLike[str], *, with_state: bool = False) -> Path | None:
+        """Writes what was said to a file, for `load`; what is there is replaced, whole or not at all.
+
+        Args:
+            path: of the JSON (see conversation_file.py).
+            with_state: also the session's state, beside it, so that nothing has to be read again: as much as the context takes in
+                memory.
+
+        Returns:
+            The file of the state, if there is one.
+
+        Raises:
+            ConversationFileError, SessionFileError: the system refuses.
+            SessionError: there is no state to save.
+
+        Example:
+            >>> talk.save("talk.json", with_state=True)               # doctest: +SKIP
+            PosixPath('talk.session')
+        """
+        self._settle()
+        path, model = Path(path), self.session.model
+        state = None
+        if with_state:
+            state = (
+                path.with_suffix(STATE_SUFFIX)
+                if path.suffix != STATE_SUFFIX
+                else path.with_name(path.name + STATE_SUFFIX)
+            )
+            self.session.save(state)
+        saved = SavedConversation(
+            model=model.main.path.name,
+            model_hash=content_hash(model.main.header),
+            messages=self._messages(),
+            said=self._exchanges[-1].said if self._exchanges else None,
+            state=state,
+        )
+        conversation_file.write(path, saved)
+        return state
+
+    def load(self, saved: SavedConversation) -> None:
+        """Goes on from what `conversation_file.read` has read, all that was said here forgotten; it may be another model's.
+
+        Example:
+            >>> talk.load(conversation_file.read("talk.json"))        # doctest: +SKIP
+        """
+        model = self.session.model
+        messages = list(saved.messages)
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.clear()
+        self.system = messages.pop(0)["content"] if has_system else None
+        for question, answer in zip(messages[::2], messages[1::2], strict=True):
+            self._exchanges.append(_Exchange(question["content"], answer, None, 0))
+        said = saved.said
+        if not self._exchanges:
+            return
+        last = self._exchanges[-1]
+        self._last_question = last.question
+        if (
+            said is not None
+            and saved.model_hash == content_hash(model.main.header)
+            and all(0 <= token < model.vocab.n_tokens for token in said[1])
+        ):
+            self._exchanges[-1] = _Exchange(last.question, last.answer, said, len(said[1]))
+
+    # Inside
+
+    def _opening(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages = self._opening()
+        for exchange in self._exchanges:
+            messages += [{"role": "user", "content": exchange.question}, dict(exchange.answer)]
+        return messages
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        return self.session.model.vocab.render_chat(messages, **self.variables)
 
     def _tokens(self, text: str) -> list[int]:
-        said, ids = self._said
-        rest = text.removeprefix(said)
-        if len(rest) == len(text):  # a template that rewrites earlier answers
-            ids = []
-        return [*ids, *self._session.model.vocab.tokenize(rest, add_special=False)]
+        said = self._exchanges[-1].said if self._exchanges else None
+        said_text, ids = said or ("", [])
+        if not text.startswith(said_text):  # a template that rewrites earlier answers
+            said_text, ids = "", []
+        return [*ids, *self.session.model.vocab.tokenize(text[len(said_text) :], add_special=False)]
+
+    def _splitter(self, running: _Running) -> ReasoningSplitter:
+        return ReasoningSplitter(running.prompt, marked=self.thinks)
 
     def _settle(self) -> None:
         """Takes the last question and what was answered into the messages; a question without an answer is dropped."""
-        if self._running is None:
+        running, self._running = self._running, None
+        if running is None or not running.generation.text:
             return
-        question, text, tokens, answer = self._running
-        self._running = None
-        if answer.text:
-            self._messages += [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer.text},
-            ]
-            if (
-                self._session.model.vocab.text_of(answer.tokens) == answer.text
-            ):  # no stop string cut into a token
-                self._said = (text + answer.text, [*tokens, *answer.tokens])
+        generation = running.generation
+        splitter = self._splitter(running)
+        texts = {"content": "", "reasoning": ""}
+        for kind, text in [*splitter.push(generation.text), *splitter.finish()]:
+            texts[kind] += text
+        answer = {"role": "assistant", "content": texts["content"]}
+        if texts["reasoning"]:
+            answer["reasoning_content"] = texts["reasoning"]
+        ids = [*running.tokens, *generation.tokens]
+        said = self._exchanges[-1].said if self._exchanges else None
+        if (
+            self.session.model.vocab.text_of(generation.tokens) == generation.text
+        ):  # no stop string cut into a token
+            said = (running.prompt + generation.text, ids)
+        self._exchanges.append(_Exchange(running.question, answer, said, len(ids)))

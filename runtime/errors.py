@@ -25,6 +25,10 @@ class SessionFileError(LlamaSidecarError):
     """A saved session that cannot be used here, or cannot be written."""
 
 
+class ConversationFileError(LlamaSidecarError):
+    """A saved conversation that cannot be read, or cannot be written."""
+
+
 class CacheError(LlamaSidecarError):
     """The cache folder cannot be used: not writable, full, or locked for too long."""
 

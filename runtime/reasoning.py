@@ -1,0 +1,84 @@
+"""A streamed answer cut into reasoning and what is said: `<think>...</think>` at its beginning, or opened by the chat template.
+
+Knows these marks alone, which DeepSeek-R1 brought and Qwen3, GLM-4.5 and others took over; a template without them has none.
+"""
+
+from __future__ import annotations
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def held_back(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`.
+
+    >>> held_back("so </th", "</think>"), held_back("so <b", "</think>")
+    (4, 0)
+    """
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+class ReasoningSplitter:
+    """Cuts an answer as it comes.
+
+    Args:
+        prompt: of the answer, as the template wrote it: it may have opened the reasoning.
+        marked: whether the template knows the marks; else all is said.
+
+    Example:
+        >>> splitter = ReasoningSplitter("<|assistant|>")
+        >>> splitter.push("<think>Hm") + splitter.push(".</think>\\n\\nYes") + splitter.finish()
+        [('reasoning', 'Hm'), ('reasoning', '.'), ('content', 'Yes')]
+    """
+
+    def __init__(self, prompt: str, *, marked: bool = True) -> None:
+        self._held = ""
+        self._state = "begin" if marked else "content"
+        if marked and opens_reasoning(prompt):
+            self._state = "reasoning"
+
+    def push(self, text: str) -> list[tuple[str, str]]:
+        """What of the answer is certain now: ("reasoning" or "content", text)."""
+        if self._state == "content":
+            return [("content", text)] if text else []
+        self._held += text
+        found: list[tuple[str, str]] = []
+        if self._state == "begin":
+            opening = self._held.lstrip()
+            if opening.startswith(OPEN):
+                self._state, self._held = "reasoning", opening[len(OPEN) :].lstrip("\n")
+            elif not OPEN.startswith(opening):
+                return self._say()
+        if self._state == "reasoning":
+            reasoning, mark, rest = self._held.partition(CLOSE)
+            n_held = 0 if mark else held_back(reasoning, CLOSE)
+            if shown := reasoning[: len(reasoning) - n_held]:
+                found.append(("reasoning", shown))
+            self._held = rest if mark else reasoning[len(reasoning) - n_held :]
+            if mark:
+                self._state = "gap"
+        if self._state == "gap" and self._held.strip():
+            self._held = self._held.lstrip()
+            found += self._say()
+        return found
+
+    def finish(self) -> list[tuple[str, str]]:
+        """What was held back, at the answer's end."""
+        if self._state == "reasoning":
+            held, self._held = self._held, ""
+            return [("reasoning", held)] if held else []
+        return [] if self._state == "gap" else self._say()
+
+    def _say(self) -> list[tuple[str, str]]:
+        self._state = "content"
+        held, self._held = self._held, ""
+        return [("content", held)] if held else []
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt ends inside of the reasoning that its template opened.
+
+    >>> opens_reasoning("<|assistant|>\\n<think>\\n"), opens_reasoning("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    return prompt.rstrip().endswith(OPEN)
