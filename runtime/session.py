@@ -1,6 +1,6 @@
 """One sequence: a target context, a drafter, and the generations that run on them one after another.
 
-Thin Python around the native session: one call per piece of the prompt and one per round, with the GIL released inside.
+Thin Python around the native session: one call per piece of the prompt and at most one per round, with the GIL released inside.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .llm import Model
 
 N_PIECE = 256  # prompt tokens per native call: Ctrl-C and cancel() act between pieces
+READ_S = 0.1  # of rounds per native call where nobody waits for each: Ctrl-C acts between calls
 DEFAULT_MAX_TOKENS = 512
 
 
@@ -480,6 +481,7 @@ class Generation(Iterator[str]):
         )
         self._session = session
         self._request = request
+        self._stretch_s = 0.0  # of rounds in one native call: one round
         self._is_whole = False  # whether all native calls have worked: what the session holds is then known
         self._native = _native.Generation(
             request.chooser.native,
@@ -559,7 +561,8 @@ class Generation(Iterator[str]):
                 yield Piece(*piece)
 
     def read(self) -> str:
-        """Runs to the end and returns the whole text."""
+        """Runs to the end and returns the whole text, in fewer calls than there are rounds."""
+        self._stretch_s = READ_S
         for _ in self:
             pass
         return self.text
@@ -590,12 +593,12 @@ class Generation(Iterator[str]):
                     native.catch_up()
                     self._is_whole = True
                 stats.prompt_s += time.perf_counter() - started
-            clock, round_ = time.perf_counter, rounds.round
+            clock, emit = time.perf_counter, rounds.rounds
             while True:
                 started = clock()
-                shown = round_(native, turns)
+                shown = emit(native, turns, self._stretch_s)
                 while shown is None and self._give():
-                    shown = round_(native, turns)
+                    shown = emit(native, turns, self._stretch_s)
                 stats.generate_s += clock() - started
                 if shown is None:
                     break

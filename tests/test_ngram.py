@@ -118,7 +118,7 @@ def forced_run(session: Session, prompt: list[int], text: list[int]) -> Any:
     )
     generation.begin(native, native.first(chooser))
     while not generation.end:
-        generation.round(native, session.model.turns)
+        generation.rounds(native, session.model.turns)
         if generation.wants_plain_context:
             session._make_plain_context(session.pace)
     assert generation.tokens == text

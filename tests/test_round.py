@@ -18,6 +18,7 @@ from conftest import PairOf
 from native_rounds import drafts_at_depths, moved_rounds, native_run
 
 from llama_sidecar.runtime import (
+    Generation,
     Model,
     PromptError,
     Scripted,
@@ -27,6 +28,7 @@ from llama_sidecar.runtime import (
     load,
     reference,
 )
+from llama_sidecar.runtime import session as session_module
 
 PROMPT = list(b"hello world, this is where it starts")
 N = 64
@@ -354,6 +356,25 @@ def test_two_threads_on_one_session_is_an_error_and_on_two_sessions_works(model:
         assert running.tokens == expected
         assert "another thread" in str(seen[0])
         assert seen[1] == expected
+
+
+def test_a_text_that_is_read_does_not_come_back_to_python_each_round(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "READ_S", 60.0)
+    with model.session(learn=False) as session:
+        watched = list(session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True))
+        text = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
+        calls: list[str] = []
+
+        def counted(generation: Generation) -> str:
+            calls.append(next(generation._pieces))
+            return calls[-1]
+
+        monkeypatch.setattr(Generation, "__next__", counted)
+        assert text.read() == "".join(watched) == "".join(calls)
+    assert len(calls) <= 3 < 10 < len(watched)  # the opening, the rounds, what was held back
+    assert text.stats.n_rounds > 10
 
 
 def test_closed_things_raise_and_closing_twice_is_fine(pair_of: PairOf) -> None:

@@ -347,17 +347,7 @@ NB_MODULE(_native, m) {
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "chooser"_a, "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
             "stop"_a = std::vector<std::string>())
         .def("begin", &Generation::begin, "session"_a, "first"_a, no_gil)
-        .def(
-            "round",
-            [](Generation & self, Session & session, Turns & turns) {
-                std::optional<std::string> shown;
-                const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
-                const nb::gil_scoped_release release;
-                turns.take();
-                shown = self.round(session);
-                return shown;
-            },
-            "session"_a, "turns"_a, "A round in a turn of its own.")
+        .def("rounds", &Generation::rounds, "session"_a, "turns"_a, "seconds"_a = 0.0, no_gil)
         .def("finish", &Generation::finish)
         .def_prop_ro("wants_plain_context", &Generation::wants_plain_context)
         .def_prop_ro(

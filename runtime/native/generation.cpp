@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 
 namespace sidecar {
 
@@ -16,6 +17,21 @@ std::string Generation::begin(Session & session, llama_token first) {
     return shown;
 }
 
+std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds) {
+    const auto started = std::chrono::steady_clock::now();
+    std::optional<std::string> shown;
+    do {
+        turns.take();
+        const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
+        const std::optional<std::string> more = round(session);
+        if (!more) break;
+        shown = shown.value_or("") + *more;
+    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count() < seconds);
+    if (!shown) asked_for_context_ |= wants_plain_context_;
+    return shown;
+}
+
+// No value when the text has ended or the round needs something first.
 std::optional<std::string> Generation::round(Session & session) {
     wants_plain_context_ = false;
     if (end_ == End::none && session.cancelled) end_ = End::cancelled;
@@ -35,7 +51,6 @@ std::optional<std::string> Generation::round(Session & session) {
     }
     const bool plain = n_found == 0 && pacing_ != nullptr && !pacing_->drafting();
     if (plain && session.target().recurrent() && !session.has_plain_context() && !asked_for_context_) {
-        asked_for_context_ = true;
         wants_plain_context_ = true;
         return {};
     }

@@ -1,9 +1,10 @@
 // A text: rounds one after another until it ends. What it has emitted, what of that can be shown, and what it cost.
 //
-// Order of calls: begin() takes the first token, which the prompt paid for; round() emits more until it returns nothing and
+// Order of calls: begin() takes the first token, which the prompt paid for; rounds() emits more until it returns nothing and
 // wants_plain_context() is false, too: the text has ended, and finish() has what was held back. A round that needs something from
-// outside first does nothing but say so: the caller gives it and calls again. Python is entered once a round and no more: after
-// a decode the weights have pushed everything else out of the processor's caches, and each call costs its misses.
+// outside first does nothing but say so: the caller gives it and calls again. Python is entered once a round, and not even that
+// where nobody waits for the pieces: after a decode the weights have pushed everything else out of the processor's caches, and
+// each call costs its misses.
 //
 // One thread at a time calls all this; any other may meanwhile read tokens(), chosen(), text(), pieces() and counts().
 #pragma once
@@ -17,6 +18,7 @@
 #include "pacing.h"
 #include "session.h"
 #include "text.h"
+#include "turns.h"
 
 namespace sidecar {
 
@@ -62,9 +64,10 @@ class Generation {
     // The text's first token; returns what of it can be shown. In the model's turn.
     std::string begin(Session & session, llama_token first);
 
-    // A round; what can be shown of it, which may be nothing yet. No value when the text has ended or the round needs something
-    // first. In the model's turn. What the session, the chooser or `pacing` throw leaves whole() as it then is.
-    std::optional<std::string> round(Session & session);
+    // One round, or as many as begin within `seconds`, each in a turn of its own; what can be shown of them, which may be nothing
+    // yet. No value when the text has ended or the next round needs something first. What the session, the chooser or `pacing`
+    // throw leaves whole() as it then is.
+    std::optional<std::string> rounds(Session & session, Turns & turns, double seconds);
 
     // What was held back, once the text has ended.
     std::string finish();
@@ -84,6 +87,7 @@ class Generation {
     std::vector<Piece> pieces(size_t from) const;
 
   private:
+    std::optional<std::string> round(Session & session);
     void place(Session & session, bool plain);
     void compare(const Found & found, const std::vector<llama_token> & emitted);
     int32_t take(Session & session, const Round & round, Origin draft, std::string & shown);

@@ -6,7 +6,7 @@
 `a row` is choosing over the rows read: what reading a row of logits costs. Medians over rounds, and the quickest round in
 brackets. The rest is mostly memory that the weights have pushed out of the caches: larger models, larger rest. The text is
 written twice, and the second counts: a token that is new costs more, since its bytes come from llama.cpp and a compact head may
-have to be given its row.
+have to be given its row. "read": texts of 32 tokens that nobody watches, where Python is not entered at each round; medians over texts.
 """
 
 from __future__ import annotations
@@ -41,6 +41,20 @@ def rounds(session: Session, n: int) -> list[tuple[float, ...]]:
     return found
 
 
+def texts(session: Session, n: int) -> list[tuple[float, ...]]:
+    """Microseconds of each of `PARTS` a round, text by text, where a text is read as a whole."""
+    found = []
+    for _ in range(n // 32):
+        text = session.generate("def main():\n", max_tokens=32, temperature=0, ignore_eos=True)
+        text.read()
+        s = text.stats
+        a_row = s.accept_s / (s.n_rounds + s.n_accepted) * s.n_rounds
+        found.append(
+            tuple(1e6 * part / s.n_rounds for part in (s.draft_s, s.verify_s, s.accept_s, a_row, s.rest_s))
+        )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,15 +65,16 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    print("| depth | rounds | " + " | ".join(f"{part}, us" for part in PARTS) + " |")
+    print("| depth | rounds or texts | " + " | ".join(f"{part}, us" for part in PARTS) + " |")
     print("|---" * (2 + len(PARTS)) + "|")
     with load(args.main, args.sidecar, depth=args.depth, threads=args.threads, ctx=2048) as model:
         for depth in (0, args.depth):
             with model.session(depth=depth) as session:
                 rounds(session, args.n)
-                found = rounds(session, args.n)
-            cells = [f"{median(part):.0f} ({min(part):.0f})" for part in zip(*found, strict=True)]
-            print(f"| {depth} | {len(found)} | " + " | ".join(cells) + " |")
+                tables = {"": rounds(session, args.n), ", read": texts(session, args.n)}
+            for name, found in tables.items():
+                cells = [f"{median(part):.0f} ({min(part):.0f})" for part in zip(*found, strict=True)]
+                print(f"| {depth}{name} | {len(found)} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
