@@ -10,7 +10,7 @@ SETUP = @command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; i
 
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test sanitize format wheel clean
+.PHONY: help demo test sanitize format wheel lock sbom reproduce clean
 .NOTPARALLEL:
 
 help: ## List the targets (the default)
@@ -41,6 +41,17 @@ format: ## Format the code and mend what the linter can
 wheel: ## Build the wheel into dist/
 	$(SETUP)
 	@ls -l dist/*.whl
+
+lock: ## Resolve and hash anew what development needs (UPGRADE=1: at the newest versions)
+	$(PYTHON) scripts/dev/supply.py lock $(if $(UPGRADE),--upgrade)
+
+sbom: ## Write the wheel's bill of materials (CycloneDX) into dist/
+	$(SETUP)
+	.venv/bin/python scripts/dev/supply.py sbom
+
+reproduce: ## Build the wheel twice, in two places, and compare the bytes
+	$(SETUP)
+	.venv/bin/python scripts/dev/supply.py reproduce
 
 clean: ## Remove .venv and all that was built
 	rm -rf .venv .build dist demo-models .mypy_cache .ruff_cache .pytest_cache .hypothesis

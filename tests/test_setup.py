@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -261,6 +262,91 @@ def test_pyproject_says_what_is_installed(setup: ModuleType) -> None:
     assert {tool.partition(">")[0] for tool in tools} | {"torch"} == pinned
 
 
+# What is installed: by hash
+
+
+def test_the_lock_has_all_that_is_asked_for_by_hash_and_names_no_registry(setup: ModuleType) -> None:
+    text = setup.LOCK.read_text()
+    entries = setup.locked(text)
+    setup.check_lock(entries, setup.pyproject())
+    assert all("--hash=sha256:" in part for entry in entries.values() for part in entry.split("\n    #")[:1])
+    assert "://" not in text and "index-url" not in text
+    pinned = [line for line in setup.CONSTRAINTS.read_text().splitlines() if "==" in line]
+    for line in pinned:
+        name, _, version = line.partition("==")
+        assert name == "torch" or f"{name}=={version} " in entries[name], f"{line}: run `make lock`"
+
+
+LOCK = """\
+# Made by `make lock`.
+llama-cpp-python==0.3.36 \\
+    --hash=sha256:aa
+    # via llama-sidecar (pyproject.toml)
+numpy==2.2.6 ; python_full_version < '3.11' \\
+    --hash=sha256:bb
+    # via
+    #   gguf
+numpy==2.5.5 ; python_full_version >= '3.11' \\
+    --hash=sha256:cc
+"""
+ASKING = """
+dependencies = [
+    "llama-cpp-python==0.3.36",
+    "{asked}>=2",
+]
+dev = ["NumPy"]
+"""
+
+
+def test_a_locks_entries(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entries = setup.locked(LOCK)
+    assert list(entries) == ["llama-cpp-python", "numpy"]
+    assert "sha256:bb" in entries["numpy"] and "sha256:cc" in entries["numpy"]
+    monkeypatch.setattr(setup, "BUILD", tmp_path)
+    written = setup.write_requirements([entries["numpy"]]).read_text()
+    assert "sha256:aa" not in written and setup.locked(written) == {"numpy": entries["numpy"]}
+    setup.check_lock(entries, ASKING.format(asked="numpy"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "lock", "expected"),
+    [
+        ("ml_dtypes", LOCK, "lacks ml-dtypes, which pyproject.toml asks for: run `make lock`"),
+        ("numpy", LOCK.replace("0.3.36", "0.3.360"), "has llama-cpp-python==0.3.360, pyproject.toml"),
+    ],
+)
+def test_a_lock_that_is_behind_is_told_so(setup: ModuleType, asked: str, lock: str, expected: str) -> None:
+    with pytest.raises(setup.Problem, match="make lock") as error:
+        setup.check_lock(setup.locked(lock), ASKING.format(asked=asked))
+    assert expected in one_line(error)
+
+
+def test_the_bill_of_materials_has_what_is_required_and_what_is_compiled_in() -> None:
+    supply = importlib.import_module("supply")
+    parts = [{"bom-ref": name} for name in ("root", "numpy", "pytest", "pluggy")]
+    needs = {"root": ["numpy"], "numpy": [], "pytest": ["pluggy", "numpy"], "pluggy": []}
+    bill = {
+        "metadata": {"component": parts[0]},
+        "components": parts[1:],
+        "dependencies": [{"ref": name, "dependsOn": more} for name, more in needs.items()],
+    }
+    made = supply.with_compiled_in(supply.what_is_required(bill))
+    assert [one["bom-ref"] for one in made["components"]] == ["numpy"]
+    assert [one["ref"] for one in made["dependencies"]] == ["root", "numpy"]
+    named = {one["name"] for one in made["metadata"]["component"]["components"]}
+    notice = (ROOT / "NOTICE").read_text()
+    assert named == {"nanobind", "robin-map"} and all(name.replace("-", "_") in notice for name in named)
+
+
+def test_what_differs_between_two_wheels_is_named(tmp_path: Path) -> None:
+    supply = importlib.import_module("supply")
+    for name, text in (("one", "a"), ("other", "b")):
+        with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+            wheel.writestr(zipfile.ZipInfo("same"), "x")
+            wheel.writestr(zipfile.ZipInfo("native.so"), text)
+    assert supply.differences(tmp_path / "one", tmp_path / "other") == ["native.so"]
+
+
 # When it is done again
 
 
@@ -372,7 +458,7 @@ def test_plain_make_lists_the_targets() -> None:
     listed = make()
     assert listed.returncode == 0
     assert listed.stdout == make("help").stdout
-    for target in ("demo", "test", "format", "wheel", "clean"):
+    for target in ("demo", "test", "sanitize", "format", "wheel", "lock", "sbom", "reproduce", "clean"):
         assert f"  make {target}" in listed.stdout
 
 

@@ -37,8 +37,12 @@ STATE = VENV / "setup.json"
 BUILD = ROOT / ".build"
 WHEELS = ROOT / "dist"
 CONSTRAINTS = ROOT / "constraints.txt"
+LOCK = (
+    ROOT / "requirements" / "dev.lock"
+)  # versions and hashes of all that is installed, from constraints.txt and pyproject.toml
 PIP = [str(VENV / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
+LIBRARY = "llama-cpp-python"
 LIBRARY_CORE_MINUTES = 8  # compiling llama-cpp-python for the CPU, on one core
 GPU_OPTIONS = {"cpu": "", "cuda": "-DGGML_CUDA", "vulkan": "-DGGML_VULKAN", "metal": "-DGGML_METAL"}
 NO_AMX = "-U__AMX_INT8__"
@@ -103,14 +107,15 @@ def make_venv() -> None:
 
 
 def install_tools() -> None:
-    """Installs what pyproject.toml lists as `dev`, at the versions that constraints.txt pins."""
-    tools = development_tools(pyproject())
-    key = digest([json.dumps(tools).encode(), CONSTRAINTS.read_bytes()])
+    """Installs the files that LOCK has hashes of, and no others; all but llama-cpp-python, which is compiled."""
+    entries = locked(LOCK.read_text(encoding="utf-8"))
+    check_lock(entries, pyproject())
+    key = digest([LOCK.read_bytes()])
     state = read_state()
     if state.get("tools") == key:
         return
-    say("installing build and test tools")
-    pip("install", "-c", str(CONSTRAINTS), *tools)
+    say("installing build and test tools, and what is needed to run")
+    install_locked([entry for name, entry in entries.items() if name != LIBRARY])
     write_state({**state, "tools": key})
 
 
@@ -132,12 +137,19 @@ def install_library(gpu: str) -> None:
     say(announcement(requirement, gpu, n_cores()))
     # No cache and no binary: pip would take a wheel that it built earlier with other CMAKE_ARGS, or one that somebody else
     # built for another machine. No isolation: what builds it are the pinned tools in `.venv`.
-    exactly_this = ["--no-cache-dir", "--no-binary", "llama-cpp-python", "--force-reinstall", "--no-deps"]
-    command = [*PIP, "install", "-v", "--no-build-isolation", *exactly_this, requirement]
+    entry = write_requirements([locked(LOCK.read_text(encoding="utf-8"))[LIBRARY]])
+    exactly_this = [
+        "--no-cache-dir",
+        "--no-binary",
+        LIBRARY,
+        "--force-reinstall",
+        "--no-deps",
+        "--require-hashes",
+    ]
+    command = [*PIP, "install", "-v", "--no-build-isolation", *exactly_this, "-r", str(entry)]
     environment = library_environment({**os.environ, **wishes, **compilers}, platform.machine())
     log = BUILD / "llama-cpp-python.log"
     run_with_progress(command, clean_environment(environment), "compiling llama-cpp-python", log)
-    pip("install", "-c", str(CONSTRAINTS), requirement)  # what it depends on
     check_library()
     write_state({**state, "library": {**wishes, "GPU": gpu or "cpu", "requirement": requirement}})
 
@@ -159,7 +171,6 @@ def install_project() -> None:
     pip("wheel", "--no-build-isolation", "--no-deps", "-w", str(WHEELS), str(ROOT), **compilers)
     wheel = str(next(WHEELS.glob("llama_sidecar-*.whl")))
     pip("install", "--force-reinstall", "--no-deps", wheel)  # another content may have the same version
-    pip("install", "-c", str(CONSTRAINTS), f"{wheel}[dev]")
     write_state({**state, "project": [key, installed("llama_sidecar")]})
 
 
@@ -176,6 +187,42 @@ def development_tools(text: str) -> list[str]:
     if not found:
         raise Problem("pyproject.toml has no line `dev = [...]` among its optional dependencies")
     return list(ast.literal_eval(found[1]))
+
+
+def dependencies(text: str) -> list[str]:
+    """The requirements of the project itself."""
+    found = re.search(r"^dependencies = (\[.*?^\])$", text, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise Problem("pyproject.toml has no `dependencies = [...]`")
+    return list(ast.literal_eval(found[1]))
+
+
+def locked(text: str) -> dict[str, str]:
+    """A lock's entries, by the names of packages; one that differs between systems or Pythons has several in its entry."""
+    found: dict[str, str] = {}
+    for entry in re.findall(r"^[\w.-]+==.*(?:\n[ \t].*)*", text, re.MULTILINE):
+        name = package_name(entry)
+        found[name] = f"{found[name]}\n{entry}" if name in found else entry
+    return found
+
+
+def check_lock(entries: dict[str, str], text: str) -> None:
+    """Raises Problem where the lock does not have what pyproject.toml asks for."""
+    asked = [*dependencies(text), *development_tools(text)]
+    missing = sorted({package_name(requirement) for requirement in asked} - entries.keys())
+    if missing:
+        raise Problem(
+            f"{LOCK.relative_to(ROOT)} lacks {', '.join(missing)}, which pyproject.toml asks for: run `make lock`"
+        )
+    requirement = pinned_library(text)
+    if not re.match(re.escape(requirement) + r"(?![\w.])", entries[LIBRARY]):
+        found = entries[LIBRARY].split()[0]
+        raise Problem(f"{LOCK.relative_to(ROOT)} has {found}, pyproject.toml {requirement}: run `make lock`")
+
+
+def package_name(requirement: str) -> str:
+    """The name that a requirement begins with, spelled as a lock spells it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+?(?=[^\w.-]|$)", requirement)[0]).lower()  # type: ignore[index]
 
 
 def pinned_library(text: str) -> str:
@@ -196,7 +243,7 @@ def fulfils(built: dict[str, str], wishes: dict[str, str]) -> bool:
 
 def wheel_sources(root: Path) -> list[Path]:
     """Every file that the wheel is made from, sorted."""
-    files = [root / name for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "NOTICE")]
+    files = [root / name for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE")]
     for path in (path for package in PACKAGES for path in (root / package).rglob("*")):
         parents = path.relative_to(root).parents
         if path.parent.name != "__pycache__" and not any(folder in parents for folder in NOT_IN_WHEEL):
@@ -254,6 +301,17 @@ def check_library() -> None:
 
 
 # Running things
+
+
+def install_locked(entries: list[str]) -> None:
+    pip("install", "--no-deps", "--require-hashes", "-r", str(write_requirements(entries)))
+
+
+def write_requirements(entries: list[str]) -> Path:
+    """A file that pip reads a lock's entries from."""
+    path = BUILD / "requirements.txt"
+    path.write_text("\n".join(entries) + "\n", encoding="utf-8")
+    return path
 
 
 def pip(*arguments: str, **environment: str) -> None:
