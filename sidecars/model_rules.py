@@ -88,11 +88,11 @@ def check_vocabulary(header: GGUFHeader) -> None:
     model = header.keys.get(keys.TOKENIZER_MODEL)
     if model is None or keys.TOKENS not in header.keys:
         return
-    if model not in TOKENIZERS:
+    if not isinstance(model, str) or model not in TOKENIZERS:
         raise _wrong(header, keys.TOKENIZER_MODEL, _said(model), f"one of {', '.join(TOKENIZERS)}")
     tokens = header.strings(keys.TOKENS)
-    _check_bytes(header, str(model), tokens)
-    _check_ends(header, str(model), len(tokens))
+    _check_bytes(header, model, tokens)
+    _check_ends(header, model, len(tokens))
 
 
 def _wrong(header: GGUFHeader, name: str, found: object, expected: str) -> errors.WrongKey:
@@ -170,10 +170,13 @@ def _head_length(sizes: _Sizes, part: str, swa: str = "") -> int:
 
 
 def _check_latent(sizes: _Sizes) -> None:
-    """Latent attention keeps a compressed row and the rotated part of a key, of which every head makes keys of its own."""
+    """Latent attention keeps one compressed row and the rotated part of a key, of which every head makes keys of its own."""
     for_heads, rank = sizes.at("attention.key_length_mla"), sizes.at("attention.kv_lora_rank")
     if not for_heads or not rank:
         return
+    n_kv = max(sizes.all("attention.head_count_kv") or sizes.all("attention.head_count") or [1])
+    if n_kv != 1:
+        raise sizes.fail("attention.head_count_kv", n_kv, "1 (attention is latent)")
     rotated = sizes.at("rope.dimension_count", default=0) or 0
     if rotated >= for_heads:
         raise sizes.fail("rope.dimension_count", rotated, f"less than the {for_heads} of a key")
@@ -212,7 +215,7 @@ def _check_rope(sizes: _Sizes) -> None:
         if min(sections) < 0 or not least <= sum(sections) <= most:
             raise sizes.fail("rope.dimension_sections", sections, f"sizes whose sum is {least} to {most}")
     scaling = sizes.header.keys.get(sizes.name("rope.scaling.type"))
-    if scaling is not None and scaling not in ROPE_SCALINGS:
+    if scaling is not None and not (isinstance(scaling, str) and scaling in ROPE_SCALINGS):
         raise sizes.fail("rope.scaling.type", _said(scaling), f"one of {', '.join(ROPE_SCALINGS)}")
 
 

@@ -7,6 +7,8 @@ process. What only llama.cpp can refuse, and does, is not here.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +101,7 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         "dimension_count is 64",
     ),
     ("deepseek32-all", [["set", "deepseek32.attention.key_length", "UINT32", 16]], WRONG, "key_length is 16"),
+    ("deepseek32-all", [["drop", "deepseek32.attention.head_count_kv"]], WRONG, "head_count_kv is 4; 1 "),
     # Recurrent state
     ("R", [["set", "qwen35.ssm.inner_size", "UINT32", 1]], WRONG, r"inner_size is 1; 64 \(state_size 16"),
     (
@@ -180,6 +183,8 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
     # Vocabularies
     ("R", [["set", "tokenizer.ggml.model", "STRING", "none"]], WRONG, "'none'; one of gpt2, llama, bert"),
     ("R", [["set", "tokenizer.ggml.model", "UINT32", 1]], WRONG, "is 1; one of gpt2"),
+    ("R", [["set", "tokenizer.ggml.model", "ARRAY INT64", [1, 2]]], WRONG, "an array of 2; one of gpt2"),
+    ("R", [["set", "qwen35.rope.scaling.type", "ARRAY INT64", [1, 2]]], WRONG, "an array of 2; one of none"),
     ("R", [["set", "tokenizer.ggml.model", "STRING", "llama"]], WRONG, "without a token for the byte 0x00"),
     ("R", [without_bytes(3)], WRONG, "for token 3, a byte,; a text such as <0x0A>"),
     (
@@ -215,6 +220,27 @@ def test_it_is_refused_in_one_line(
     with pytest.raises(kind, match=match) as error:
         opened(path, name)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["R", "T", "mimo2-joined", "deepseek4-plain"])
+def test_a_head_of_no_numbers_drafts_nothing_that_stands(
+    name: str, sound: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Graphs that crop hidden rows to the outputs (mimo2, deepseek4) and those that do not, in a process that may end."""
+    head = gguf_edit.read(sound(f"{name} sidecar"))
+    norm = next(tensor for tensor in head.tensors if tensor.endswith("nextn.hnorm.weight"))
+    broken = head.apply(["fill", norm, 0xFFFFFFFF]).write(tmp_path / "mtp-broken.gguf")
+    code = f"""
+from llama_sidecar.runtime import load
+options = dict(ctx=64, threads=1, kernels="stock", draft_vocab="full")
+texts = []
+for sidecar, spec in ((None, "none"), ({str(broken)!r}, "auto")):
+    with load({str(sound(name))!r}, sidecar, spec_type=spec, depth=2, **options) as model:
+        texts.append(model.generate("Hello", max_tokens=8, temperature=0, ignore_eos=True).read())
+print(texts[0] == texts[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr[-500:]
 
 
 @pytest.mark.parametrize("name", ["R", "R sidecar", "T", "T sidecar", "llama", "qwen3"])

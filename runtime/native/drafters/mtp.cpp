@@ -122,30 +122,41 @@ class Mtp final : public Drafter {
 
   private:
     // llama.cpp can hand out hidden rows of the output rows alone ("masked") or of all. Its graphs differ: some crop the
-    // rows to the outputs and must be masked; others (qwen35, glm4moe) keep all and, masked, silently return the FIRST
-    // rows of a batch. So this looks: two cells in one decode, output on the second, against the same cells one by one.
+    // rows to the outputs and must be masked, or llama.cpp reads beyond them and ends the process; others (qwen35, glm4moe) keep
+    // all and, masked, silently return the FIRST rows of a batch. So this looks: two cells in one decode, output on the second,
+    // against the same cells one by one. Only a row that is surely the first one's is taken for it: rows of a damaged head may
+    // be no numbers, and tell nothing.
     void choose_hidden_rows() {
         api().set_embeddings_nextn(ctx_.get(), true, true);
         if (ctx_.n_batch() < 2) return;  // one row at a time: there is nothing to confuse
-        const auto push_both = [this](bool apart) {
+        const auto decode_last = [this] {
+            const float * row = ctx_.hidden_row(decode(0, true));
+            return std::vector<float>(row, row + rows_.width());
+        };
+        const auto push_first = [this] {
             begin();
             carry_.assign(rows_.width(), 1.0f);
             push(0);
-            if (apart) decode(0, false);
+        };
+        const auto push_second = [this] {
             for (size_t i = 0; i < rows_.width(); i += 2) carry_[i] = -1.0f;  // the two cells must differ in either input
             push(1);
         };
-        push_both(true);
-        const float * row = ctx_.hidden_row(decode(0, true));
-        const std::vector<float> alone(row, row + rows_.width());
-        push_both(false);
-        const float * together = ctx_.hidden_row(decode(0, true));
-        double distance = 0.0, size = 0.0;
-        for (size_t i = 0; i < rows_.width(); ++i) {
-            distance += double(alone[i] - together[i]) * double(alone[i] - together[i]);
-            size += double(alone[i]) * double(alone[i]);
-        }
-        if (!(distance <= 1e-3 * size)) api().set_embeddings_nextn(ctx_.get(), true, false);
+        push_first();
+        const std::vector<float> first = decode_last();
+        push_second();
+        const std::vector<float> second = decode_last();
+        push_first();
+        push_second();
+        const std::vector<float> found = decode_last();
+        const double between = distance(first, second);
+        if (distance(found, first) < 1e-3 * between && between > 0.0) api().set_embeddings_nextn(ctx_.get(), true, false);
+    }
+
+    static double distance(const std::vector<float> & a, const std::vector<float> & b) {
+        double sum = 0.0;
+        for (size_t i = 0; i < a.size(); ++i) sum += double(a[i] - b[i]) * double(a[i] - b[i]);
+        return sum;
     }
 
     bool is_chain() const { return n_true_.size() > 1; }

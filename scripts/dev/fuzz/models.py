@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tests"))
-os.environ["GGML_NO_BACKTRACE"] = os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+os.environ["GGML_NO_BACKTRACE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import click
 import gguf_edit
@@ -35,6 +35,7 @@ from gguf_edit import Edit, File
 
 from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES
 
+ROOT = Path(__file__).resolve().parents[3]
 MEMORY_BYTES = 6 << 30
 CASE_SECONDS = 20
 PROMPT = "Hello, wörld!\n\n  1234 \u4f60\u597d <|im_end|> \x00\t'll"
@@ -439,10 +440,9 @@ def command(seconds: float, only: str, number: int, keep: Path, again: Path | No
         def attempt(seed: Seed, edits: list[Edit]) -> Outcome:
             edited = gguf_edit.read(seed.sidecar or seed.main)
             try:
-                edited.apply(*edits)
+                edited.apply(*edits).write(case)
             except (KeyError, IndexError, TypeError):  # an earlier edit took away what this one changes
                 return Outcome("", None)
-            edited.write(case)
             return run(seed.main, case, stderr) if seed.sidecar else run(case, None, stderr)
 
         for seed in list(found):
