@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,46 @@ def test_the_command_line_names_it(words: list[str], pair_of: PairOf) -> None:
     assert result.exit_code == 1 and "contradict each other" in str(result.exception)
     with pytest.raises(LoadError, match="contradict each other"):
         load(main, pair_of("T").sidecar, spec_type="ngram")
+
+
+def speed_over_plain(costs: Costs, switch_s: float, n: int, is_copied: Callable[[int, bool], bool]) -> float:
+    """Writes n tokens with the look-up alone, simulated: `is_copied` says of a token's position, and of whether the sequence is
+    where rows can be taken back, whether it follows on what was there before."""
+    pace = Pace(costs, has_drafter=False, switch_s=switch_s)
+    spent, n_matched, was_there, n_tokens = 0.0, 0, False, 0
+    while n_tokens < n:
+        n_found = 4 if n_matched >= 3 else 0
+        depth = pace.depth_found(n_found, n_matched) if n_found else 0
+        is_there = depth > 0 or pace.drafting()
+        n_right = 0
+        while n_right < n_found and is_copied(n_tokens + n_right, is_there):
+            n_right += 1
+        n_accepted = min(depth, n_right)
+        verify_s = costs.verify_s[depth] if is_there else costs.plain_s
+        if depth:
+            pace.observe_found(depth, n_accepted, verify_s)
+        else:
+            pace.observe(0, 0, 0.0, verify_s)
+        if n_found:
+            pace.compare_found(n_matched, min(n_right, n_accepted) + 1, min(n_right, n_accepted + 1))
+        spent += verify_s + costs.overhead_s + switch_s * (is_there != was_there)
+        was_there = is_there
+        for i in range(n_tokens, n_tokens + n_accepted + 1):
+            n_matched = n_matched + 1 if is_copied(i, is_there) else 0
+        n_tokens += n_accepted + 1
+    return n_tokens * costs.round_s(0) / spent
+
+
+LOOKED_UP = Costs(
+    plain_s=0.97, verify_s=(1.0, 1.3, 1.7, 2.1, 2.8), first_draft_s=0.5, draft_step_s=0.5, overhead_s=0.03
+)
+
+
+@pytest.mark.parametrize("switch_s", [0.3, 0.6, 1.2, 2.4, 5.0])
+def test_a_way_that_one_round_does_not_pay_is_paid_by_what_was_missed(switch_s: float) -> None:
+    """Copied text in long pieces gains about as much as where the way is free; where none is copied, nothing is lost; a text that
+    ends to repeat itself whenever it is followed takes back no more than it could have given."""
+    assert speed_over_plain(LOOKED_UP, switch_s, 2000, lambda i, there: i % 400 >= 100) > 1.3
+    assert speed_over_plain(LOOKED_UP, switch_s, 2000, lambda i, there: False) == pytest.approx(1)
+    assert speed_over_plain(LOOKED_UP, switch_s, 2000, lambda i, there: i % 8 > 3) > 0.99
+    assert speed_over_plain(LOOKED_UP, switch_s, 2000, lambda i, there: not there) > 0.9

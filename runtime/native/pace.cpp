@@ -81,26 +81,24 @@ double Pace::speedup(int32_t depth) const {
 
 int32_t Pace::depth_found(int32_t n_found, int32_t n_matched) const {
     if (drafting_ && n_tries_ > 0) return 0;  // a try needs its rounds in a row
-    double best = drafting_ ? speedups(acceptance())[size_t(depth_ - 1)] : 1;
-    int32_t best_depth = 0;
+    const bool is_paid = drafting_ || stays_ || missed_s_ >= 2 * switch_s_;
+    return best_found(n_found, n_matched, is_paid ? 0 : 2 * switch_s_).depth;
+}
+
+// The depth at which verifying what was found is faster than any round without, after so many seconds of getting there.
+Pace::FoundRound Pace::best_found(int32_t n_found, int32_t n_matched, double change_s) const {
+    FoundRound best{0, drafting_ ? speedups(acceptance())[size_t(depth_ - 1)] : 1, plain_round_s()};
     double n_stood = 0, chance = 1;
     for (int32_t depth = 1; depth <= std::min(n_found, max_depth()); ++depth) {
         chance *= matches_.chance(n_matched + depth - 1);
         n_stood += chance;
-        double seconds = target_s_[size_t(depth)] + costs_.overhead_s;
+        double seconds = target_s_[size_t(depth)] + costs_.overhead_s + change_s;
         if (depth != last_depth_) seconds += 2 * costs_.change_s;  // there and back
-        if (drafting_) {
-            seconds += (1 + n_stood) * costs_.catch_up_s * draft_scale_;  // the drafter decodes these rows later
-        } else if (!stays_) {
-            seconds += 2 * switch_s_;
-        }
+        if (drafting_) seconds += (1 + n_stood) * costs_.catch_up_s * draft_scale_;  // the drafter decodes these rows later
         const double speed = (1 + n_stood) * plain_round_s() / seconds;
-        if (speed > best) {
-            best = speed;
-            best_depth = depth;
-        }
+        if (speed > best.speed) best = {depth, speed, seconds};
     }
-    return best_depth;
+    return best;
 }
 
 // Telling
@@ -151,8 +149,19 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
         n_stood_ += 1 + n_accepted;
     } else {
         stays_ = true;
-        stay_lost_s_ = 0;
+        stay_lost_s_ = missed_s_ = 0;
     }
+}
+
+void Pace::compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right) {
+    if (!drafting_ && !stays_) {
+        const FoundRound missed = best_found(max_depth(), n_matched, 0);
+        if (missed.depth > 0) {
+            missed_s_ += n_right > 0 ? plain_round_s() * (1 - 1 / missed.speed) : plain_round_s() - missed.seconds;
+            missed_s_ = std::max(0.0, missed_s_);
+        }
+    }
+    matches_.count(n_matched, n_compared, n_right);
 }
 
 // A draft that nobody made is a first draft that did not stand, verified in one row.

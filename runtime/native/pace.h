@@ -27,7 +27,8 @@
 //
 // What the look-up finds (ngram.h) costs nothing to draft. A round verifies as many of its tokens as are fastest by the chances
 // that match_chances.h has counted, if that is faster than the best round without. Where plain decoding has a context of its own
-// the gain must pay the way there and back; after such a round the sequence stays until staying has cost as much.
+// the gain must pay the way there and back, at once or with what has been missed before; after such a round the sequence stays
+// until staying has cost as much.
 //
 // Has no clock and does no I/O: equal observations give equal depths. Knows nothing of sessions, models or files, and is not
 // for two threads at once. Speed as acceptance over cost follows Leviathan et al., "Fast Inference from Transformers via
@@ -118,9 +119,7 @@ class Pace final : public Pacing {
     // Throws std::invalid_argument unless 0 <= n_accepted <= n_drafted <= max_depth.
     void observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) override;
     void observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s) override;
-    void compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right) override {
-        matches_.count(n_matched, n_compared, n_right);
-    }
+    void compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right) override;
 
   private:
     // Of one position: drafts whose predecessors all stood, and those of them that stood.
@@ -128,6 +127,13 @@ class Pace final : public Pacing {
         double tried = 0, stood = 0;
     };
 
+    // A round that verifies `depth` tokens found: how much faster than plain decoding it is, and its seconds.
+    struct FoundRound {
+        int32_t depth;
+        double speed, seconds;
+    };
+
+    FoundRound best_found(int32_t n_found, int32_t n_matched, double change_s) const;
     void believe();
     void observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s);
     void observe_plain();
@@ -161,6 +167,7 @@ class Pace final : public Pacing {
     MatchChances matches_;
     bool stays_ = false;      // decodes plainly where it could verify what is found
     double stay_lost_s_ = 0;  // what that has cost
+    double missed_s_ = 0;     // what verifying would have gained over the last plain rounds, were it not for the way there and back
 
     std::vector<Tally> tallies_;  // (max_depth,)
     int64_t n_stood_ = 0;         // drafts of the last round that stood: the next one's drafter catches up on them
