@@ -33,6 +33,7 @@ class ReasoningSplitter:
 
     def __init__(self, prompt: str, *, marked: bool = True) -> None:
         self._held = ""
+        self._thought = False  # whether any of the reasoning was shown: line ends before it are not
         self._state = "begin" if marked else "content"
         if marked and opens_reasoning(prompt):
             self._state = "reasoning"
@@ -46,14 +47,16 @@ class ReasoningSplitter:
         if self._state == "begin":
             opening = self._held.lstrip()
             if opening.startswith(OPEN):
-                self._state, self._held = "reasoning", opening[len(OPEN) :].lstrip("\n")
+                self._state, self._held = "reasoning", opening[len(OPEN) :]
             elif not OPEN.startswith(opening):
                 return self._say()
         if self._state == "reasoning":
             reasoning, mark, rest = self._held.partition(CLOSE)
+            reasoning = reasoning if self._thought else reasoning.lstrip("\n")
             n_held = 0 if mark else held_back(reasoning, CLOSE)
             if shown := reasoning[: len(reasoning) - n_held]:
                 found.append(("reasoning", shown))
+                self._thought = True
             self._held = rest if mark else reasoning[len(reasoning) - n_held :]
             if mark:
                 self._state = "gap"

@@ -375,5 +375,5 @@ NB_MODULE(_native, m) {
                 }
                 return pieces;
             },
-            "from"_a, "Emitted tokens whose text is shown: text, token, origin.");
+            "start"_a, "Emitted tokens whose text is shown: text, token, origin.");
 }

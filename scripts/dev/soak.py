@@ -1,0 +1,191 @@
+"""Requests of all sorts at a server for a long time, some of which leave half-way: memory stays flat and no slot gets stuck.
+
+    python scripts/dev/soak.py MAIN.gguf [--requests 1000] [--clients 6] [--slots 4]
+
+Starts `llama-sidecar serve` at a free port and asks it from several threads: chats and texts, streams and not, long and short,
+bound by a schema, seeded, with mistakes, and every third one is left half-way. At the end every slot must be free and all of the
+rest must be answered; the server's resident memory after a fifth of the requests and at the end is compared. Linux alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+GROWTH = 1.05  # of memory that counts as flat: allocators keep some
+SETTLE_S = 20.0
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Report:
+    """What happened: how requests ended, and MiB of memory over time."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    memory_mib: list[float] = field(default_factory=list)
+    n_stuck: int = 0
+    seconds: float = 0.0
+
+    @property
+    def growth(self) -> float:
+        """Memory at the end by memory after a fifth of the requests."""
+        early = self.memory_mib[len(self.memory_mib) // 5]
+        return self.memory_mib[-1] / early
+
+    def problems(self) -> list[str]:
+        """What is wrong, nothing when all is well."""
+        found = [f"{n} requests {end}" for end, n in self.ends.items() if end.startswith("failed")]
+        if self.n_stuck:
+            found.append(f"{self.n_stuck} slots or places in the queue are still taken")
+        if self.growth > GROWTH:
+            found.append(f"memory grew by {100 * (self.growth - 1):.1f} %")
+        return found
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS:"))) / 1024
+
+
+def request(pick: random.Random) -> tuple[str, dict[str, Any], int]:
+    """A path, a body, and the status that is expected."""
+    n = pick.choice((1, 4, 16, 60))
+    fields: dict[str, Any] = {"max_tokens": n, "stream": pick.random() < 0.6, "user": pick.choice("abc")}
+    fields |= pick.choice(
+        [{}, {"temperature": 0}, {"temperature": 1.0, "seed": pick.randrange(9)}, {"lens": True}]
+    )
+    kind = pick.random()
+    if kind < 0.1:
+        return "/v1/completions", {"prompt": "x", "n": 2}, 400
+    if kind < 0.5:
+        return "/v1/completions", {"prompt": "def f(" * pick.choice((1, 3, 40)), **fields}, 200
+    talk = [{"role": "user", "content": pick.choice(["Hello", "Write `add` in Python."])}]
+    for _ in range(pick.randrange(3)):
+        talk += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
+    if kind < 0.6:
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    if kind > 0.9:
+        fields |= {"logprobs": True, "top_logprobs": 3}
+    return "/v1/chat/completions", {"messages": talk, **fields}, 200
+
+
+def ask(url: str, pick: random.Random, leaves: bool) -> str:
+    """Sends one request; how it ended."""
+    path, body, expected = request(pick)
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=TIMEOUT_S)
+    try:
+        if leaves:
+            body |= {"max_tokens": 400, "ignore_eos": True}
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        if leaves and expected == 200:
+            time.sleep(pick.choice((0.0, 0.005, 0.05, 0.3)))
+            return "left"
+        response = connection.getresponse()
+        data = response.read()
+        if response.status == 429:
+            time.sleep(0.05)
+            return "told to wait"
+        if response.status != expected:
+            return f"failed with {response.status}: {data[:200]!r}"
+        is_whole = data.endswith(b"data: [DONE]\n\n") if body.get("stream") else json.loads(data)
+        if expected == 200 and (not is_whole or b'"error"' in data):
+            return f"failed: {data[-200:]!r}"
+        return "answered" if expected == 200 else "refused"
+    except (OSError, http.client.HTTPException) as error:
+        return f"failed with {type(error).__name__}: {error}"
+    finally:
+        connection.close()
+
+
+def soak(url: str, pid: int, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
+    """Asks so many requests from so many threads, and waits for the slots.
+
+    Args:
+        url: of a running server.
+        pid: its process, whose memory is looked at.
+    """
+    report, lock, numbers = Report(), threading.Lock(), iter(range(n_requests))
+    began = time.monotonic()
+
+    def client() -> None:
+        while True:
+            with lock:
+                i = next(numbers, None)
+                if i is None:
+                    return
+                report.memory_mib.append(memory_mib(pid))
+            end = ask(url, random.Random(seed * 1_000_003 + i), leaves=i % 3 == 2)
+            with lock:
+                report.ends[end] += 1
+
+    threads = [threading.Thread(target=client) for _ in range(n_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report.seconds = time.monotonic() - began
+    deadline = time.monotonic() + SETTLE_S
+    while (n_stuck := _n_taken(url)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report.n_stuck = n_stuck
+    report.memory_mib.append(memory_mib(pid))
+    return report
+
+
+def _n_taken(url: str) -> int:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=TIMEOUT_S)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    names = ("llama_sidecar_slots_busy ", "llama_sidecar_waiting ")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Requests of all sorts at a server for a long time.")
+    parser.add_argument("main", type=Path)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--slots", type=int, default=4)
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "llama_sidecar.scripts", "serve", str(options.main), "--port", "0"]
+    command += ["--slots", str(options.slots), "--queue", "8", "--ctx", "1024"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("serving "):
+            return 1  # it has said why
+        url = line.split(" at ")[1].split()[0]
+        report = soak(url, process.pid, n_requests=options.requests, n_clients=options.clients)
+    finally:
+        process.terminate()
+        code = process.wait(60)
+    first, early, last = (report.memory_mib[i] for i in (0, len(report.memory_mib) // 5, -1))
+    print(f"{options.requests} requests in {report.seconds:.0f} s: {dict(report.ends)}")
+    print(
+        f"memory: {first:.1f} MiB before, {early:.1f} after a fifth, {last:.1f} at the end; exit code {code}"
+    )
+    problems = report.problems() + ([f"the server ended with {code}"] if code else [])
+    for problem in problems:
+        print(f"problem: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

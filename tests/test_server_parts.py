@@ -1,0 +1,278 @@
+"""The parts of the server that need no model: fields, messages, tools, the cutting of answers, the queue, counts."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import random
+import re
+from collections import Counter
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from llama_sidecar.runtime.reasoning import ReasoningSplitter
+from llama_sidecar.runtime.server.errors import RequestError
+from llama_sidecar.runtime.server.fields import Fields
+from llama_sidecar.runtime.server.messages import read_messages
+from llama_sidecar.runtime.server.metrics import Metrics
+from llama_sidecar.runtime.server.splitter import Splitter
+from llama_sidecar.runtime.server.tools import Call, Tools, read_tools
+from llama_sidecar.runtime.server.waiting import Waiting
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+def tools(template: str = "<tool_call>", **fields: Any) -> Tools:
+    found = read_tools(Fields({"tools": [WEATHER], **fields}), template)
+    assert found is not None
+    return found
+
+
+def cut(
+    text: str, *, offered: Tools | None = None, template: str = "", prompt: str = ""
+) -> list[tuple[str, Any]]:
+    """What a splitter makes of a text, however it is cut: whole, by characters, and anyhow."""
+    found = []
+    for seed in range(5):
+        pick = random.Random(seed)
+        splitter = Splitter(prompt, template, offered)
+        parts, rest = [], text
+        while rest:
+            n = len(rest) if seed == 0 else 1 if seed == 1 else pick.randint(1, 9)
+            parts += splitter.push(rest[:n])
+            rest = rest[n:]
+        parts += splitter.finish()
+        joined: list[tuple[str, Any]] = []
+        for kind, value in parts:
+            if kind != "call" and joined and joined[-1][0] == kind:
+                joined[-1] = (kind, joined[-1][1] + value)
+            else:
+                joined.append((kind, value))
+        found.append(joined)
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["errors", "fields", "messages", "metrics", "splitter", "waiting", "pool", "requests", "tools"]
+)
+def test_examples(name: str) -> None:
+    module = importlib.import_module(f"llama_sidecar.runtime.server.{name}")
+    assert doctest.testmod(module).failed == 0
+
+
+def test_plain_text_stays_as_it_is() -> None:
+    for text in ("Yes", " \n<think>no</think>", HERMES, "{}", "a < b </think>"):
+        assert cut(text) == [("content", text)]
+
+
+def test_reasoning_is_kept_apart() -> None:
+    thinks = "{{ '<think>' }}"
+    assert cut("<think>\nHm.\n</think>\n\nYes", template=thinks) == [
+        ("reasoning", "Hm.\n"),
+        ("content", "Yes"),
+    ]
+    assert cut("Hm.</think>\n\nYes", template=thinks, prompt="<assistant>\n<think>\n") == [
+        ("reasoning", "Hm."),
+        ("content", "Yes"),
+    ]
+    assert cut("<think>Hm", template=thinks) == [("reasoning", "Hm")]
+    assert cut("Yes <think>", template=thinks) == [("content", "Yes <think>")]
+    assert cut("<th", template=thinks) == [("content", "<th")]
+    assert cut("Yes", template=thinks, prompt="<think>\n\n</think>\n\n") == [("content", "Yes")]
+
+
+def test_calls_are_found_between_marks() -> None:
+    call = ("call", Call("weather", '{"city": "Rom"}'))
+    assert cut(HERMES, offered=tools()) == [call]
+    assert cut(f"Let me see.\n{HERMES}\n{HERMES}\n", offered=tools()) == [
+        ("content", "Let me see.\n"),
+        call,
+        call,
+    ]
+    assert cut(f"{HERMES}\n{HERMES}", offered=tools(parallel_tool_calls=False)) == [call]
+    ((kind, found),) = cut(XML, offered=tools())
+    assert kind == "call" and json.loads(found.arguments) == {"city": "12", "days": 3}
+    thought = cut(f"<think>Hm</think>\n\n{HERMES}", offered=tools(), template="<think>")
+    assert thought == [("reasoning", "Hm"), call]
+
+
+def test_what_is_no_call_stays_text() -> None:
+    for text in (
+        HERMES.replace("weather", "launch"),
+        "<tool_call>\nnothing\n</tool_call>",
+        HERMES.removesuffix("}\n</tool_call>"),
+        "<tool_call>",
+        "<tool",
+        "  ",
+    ):
+        assert cut(text, offered=tools()) == [("content", text)]
+
+
+def test_an_answer_that_is_all_json_may_be_a_call_where_the_template_has_no_marks() -> None:
+    bare = tools("")
+    text = '{"name": "weather", "parameters": {"city": "Rom"}}'
+    call = ("call", Call("weather", '{"city": "Rom"}'))
+    assert cut(text, offered=bare) == [call]
+    assert cut(f"[{text}, {text}]", offered=bare) == [call, call]
+    for other in ('{"city": "Rom"}', '{"name": "weather"', "[1]", f"See: {text}"):
+        assert cut(other, offered=bare) == [("content", other)]
+
+
+def test_a_forced_call_has_a_grammar_of_its_own() -> None:
+    marked = tools(tool_choice="required").grammar()
+    root = next(line for line in marked.splitlines() if line.startswith("root ::="))
+    assert root.startswith('root ::= "<tool_call>\\n" (') and root.endswith(') "\\n</tool_call>"')
+    assert '\\"weather\\"' in marked
+    assert "<tool_call>" not in tools("", tool_choice="required").grammar()
+    assert (
+        tools().forced == [] and read_tools(Fields({"tools": [WEATHER], "tool_choice": "none"}), "") is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required"}, "no tools to choose from"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "none of none, auto"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "weather"),
+        ({"tools": [{"type": "retrieval"}]}, "functions alone"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].function is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters, digits"),
+        ({"tools": [WEATHER] * 129}, "at most 128"),
+        ({"tools": {}}, "a list is expected"),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_tools(Fields(fields), "")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "has none"),
+        ([1], r"messages\[0\] is 1: an object is expected"),
+        ([{"content": "x"}], r"messages\[0\].role is missing"),
+        ([{"role": "king", "content": "x"}], "none of system"),
+        ([{"role": "user"}], "content is missing"),
+        ([{"role": "user", "content": 1}], "a text or a list is expected"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "an image cannot be used"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "'input_audio' cannot be used"),
+        ([{"role": "user", "content": "x", "weight": 1}], r"unknown: messages\[0\].weight"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
+            "is no JSON",
+        ),
+    ],
+)
+def test_messages_that_cannot_be_used_are_refused(messages: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_messages(messages)
+
+
+def test_messages_come_as_templates_take_them() -> None:
+    found = read_messages(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "x", "arguments": '{"a": 1}'}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ]
+    )
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "tool"]
+    assert found[1]["content"] == "ab" and found[2]["content"] == ""
+    assert found[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_the_queue_is_fair_to_clients_and_bounded() -> None:
+    queue = Waiting[int](4)
+    assert [queue.push("flood", i) for i in range(6)] == [None] * 4 + [4, 5]
+    assert queue.push("b", 10) == 3 and queue.push("c", 20) == 2  # the flood gives places up, from its end
+    assert queue.push("b", 11) == 11  # b would have as many as the flood
+    assert [queue.pop() for _ in range(5)] == [0, 10, 20, 1, None]
+
+
+def test_the_queue_loses_and_doubles_nothing() -> None:
+    pick = random.Random(0)
+    queue = Waiting[int](7)
+    inside: Counter[str] = Counter()
+    owner: dict[int, str] = {}
+    for item in range(3000):
+        client = pick.choice("abcd")
+        action = pick.random()
+        if action < 0.6:
+            owner[item] = client
+            inside[client] += 1
+            if (out := queue.push(client, item)) is not None:
+                inside[owner.pop(out)] -= 1
+        elif action < 0.9:
+            if (out := queue.pop()) is not None:
+                inside[owner.pop(out)] -= 1
+        elif owner:
+            gone = pick.choice(list(owner))
+            assert queue.remove(owner[gone], gone)
+            inside[owner.pop(gone)] -= 1
+            assert not queue.remove("a", gone)
+        assert len(queue) == len(owner) == sum(inside.values()) <= 7
+    assert sorted(iter(queue.pop, None)) == sorted(owner)
+
+
+def test_a_full_queue_of_none_takes_nothing() -> None:
+    assert Waiting[int](0).push("a", 1) == 1
+
+
+def test_metrics_are_in_prometheus_format() -> None:
+    text = Metrics().text({"slots": 1, "slots_busy": 0, "waiting": 0})
+    lines = text.splitlines()
+    assert text.endswith("\n") and not any(line.startswith("# HELP ") and not line[7:] for line in lines)
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE ")}
+    assert len(names) == sum(line.startswith("# HELP ") for line in lines)
+    for line in lines:
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            float(value)
+            assert any(name.startswith(known) for known in names)
+    assert 'llama_sidecar_first_token_seconds_bucket{le="+Inf"} 0' in lines
+
+
+def test_the_reasoning_of_a_model_without_marks_is_text() -> None:
+    assert ReasoningSplitter("<think>", marked=False).push("x") == [("content", "x")]
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_names_what_is_there() -> None:
+    page = files("llama_sidecar.runtime.server").joinpath("page.html").read_text(encoding="utf-8")
+    assert (
+        re.findall(r"""(?:src|href|action)\s*=\s*["'](?!data:)|@import|url\(|//\w+\.\w+/(?!2000/svg)""", page)
+        == []
+    )
+    assert "innerHTML" not in page and "eval(" not in page  # what a model writes is text
+    ids = re.findall(r' id="(\w+)"', page)
+    assert len(ids) == len(set(ids)) and set(re.findall(r'\bat\("(\w+)"\)', page)) <= set(ids)
+    for origin in ("drafted", "ngram", "corrected"):
+        assert f".lens .{origin}" in page
