@@ -1,4 +1,4 @@
-// Multiplies by one kernel set and says which sets there are: built for another processor and run under an emulator by
+// Multiplies by one kernel set, or says which sets there are and of which types: built for another processor and run under an emulator by
 // foreign_kernels.py. Arguments: set, type, outputs, bytes of a row of weights, values in, rows; weights and rows of F32 on
 // standard input, (rows, outputs) of F32 on standard output, once for each number of rows from 1 up.
 #include <cstdio>
@@ -15,7 +15,10 @@ int main(int argc, char ** argv) {
         size_t n_sets;
         const KernelSet * sets = kernel_sets(n_sets);
         for (size_t i = 0; i < n_sets; ++i) {
-            if (sets[i].runs_here()) std::printf("%s\n", sets[i].name);
+            if (!sets[i].runs_here()) continue;
+            std::printf("%s", sets[i].name);
+            for (size_t k = 0; k < sets[i].n_kernels; ++k) std::printf(" %d", int(sets[i].kernels[k].type));
+            std::printf("\n");
         }
         return 0;
     }

@@ -16,7 +16,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "runtime" / "native" / "smallbatch"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
-SETS = {"neon_dotprod": "-march=armv8.2-a+dotprod"}
+SETS = {"neon_dotprod": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm"}
 MAX_ROWS, N_OUT = 8, 37
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -30,10 +30,11 @@ def command(compiler: str, emulator: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         program = build(compiler, Path(folder))
-        names = subprocess.run([emulator, program], check=True, capture_output=True, text=True).stdout.split()
-        print("sets:", ", ".join(names))
-        for name in names:
-            for type in TYPES:
+        listed = subprocess.run([emulator, program], check=True, capture_output=True, text=True).stdout
+        sets = {name: types for name, *types in map(str.split, listed.splitlines())}
+        print("sets:", ", ".join(sets))
+        for name, numbers in sets.items():
+            for type in (type for type in TYPES if str(type.value) in numbers):
                 worst = 0.0
                 for n_blocks in (1, 2, 3, 5, 7, 12):
                     rng = np.random.default_rng(n_blocks)

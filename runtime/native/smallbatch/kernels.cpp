@@ -6,6 +6,8 @@
 
 #if defined(SMALLBATCH_NEON_DOTPROD) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(SMALLBATCH_NEON_I8MM) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace sidecar::smallbatch {
@@ -16,6 +18,18 @@ static bool has_dotprod() {
     return (getauxval(AT_HWCAP) & (1UL << 20)) != 0;  // HWCAP_ASIMDDP
 #else
     return true;  // every Apple processor
+#endif
+}
+#endif
+
+#ifdef SMALLBATCH_NEON_I8MM
+static bool has_i8mm() {
+#ifdef __linux__
+    return (getauxval(AT_HWCAP2) & (1UL << 13)) != 0;  // HWCAP2_I8MM
+#else
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) == 0 && has != 0;
 #endif
 }
 #endif
@@ -52,6 +66,9 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
          },
          avx2_kernels.first, avx2_kernels.n, avx2_kernels.row_ops},
+#endif
+#ifdef SMALLBATCH_NEON_I8MM
+        {"neon-i8mm", has_i8mm, neon_i8mm_kernels.first, neon_i8mm_kernels.n, neon_i8mm_kernels.row_ops},
 #endif
 #ifdef SMALLBATCH_NEON_DOTPROD
         {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n, neon_dotprod_kernels.row_ops},

@@ -11,7 +11,7 @@ struct Kernels {
     const RowOp * row_ops;  // (n_row_ops,), or null
 };
 
-extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, neon_dotprod_kernels,
-    portable_kernels;
+extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, neon_i8mm_kernels,
+    neon_dotprod_kernels, portable_kernels;
 
 }  // namespace sidecar::smallbatch
