@@ -11,15 +11,18 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from .drafter_choice import Speculation
-from .errors import LibraryError, LoadError, PromptError, SessionError, SessionFileError
+from .drop_in import Llama
+from .errors import ArgumentError, LibraryError, LoadError, PromptError, SessionError, SessionFileError
 from .llm import Model, load
 from .sampling import Sampling
 from .session import Generation, Piece, Scripted, Session
 from .stats import Stats
 
 __all__ = [
+    "ArgumentError",
     "Generation",
     "LibraryError",
+    "Llama",
     "LoadError",
     "Model",
     "Piece",

@@ -17,6 +17,10 @@ class PromptError(LlamaSidecarError):
     """A prompt or a sampling setting that cannot be used."""
 
 
+class ArgumentError(PromptError, ValueError):
+    """An argument that the drop-in Llama does not take; llama_cpp.Llama raises ValueError for those that it refuses."""
+
+
 class SessionError(LlamaSidecarError):
     """A session that is closed, or busy in another thread."""
 

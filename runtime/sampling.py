@@ -63,6 +63,7 @@ class Sampling:
         min_p: ... of at least this share of the likeliest's.
         typical_p: ... by how near their surprise is to the expected one (arXiv:2202.00666); 1 is off.
         repeat_last_n: tokens, the prompt's included, that the three penalties look at; -1: the whole context.
+        penalize_prompt: whether penalties and DRY look at the prompt at all, or at the text alone.
         repeat_penalty: divides the logits of tokens that occur there; 1 is off (arXiv:1909.05858).
         frequency_penalty: is taken from their logits, once for each time.
         presence_penalty: is taken from their logits once.
@@ -85,6 +86,7 @@ class Sampling:
     min_p: float = 0.05
     typical_p: float = 1.0
     repeat_last_n: int = 64
+    penalize_prompt: bool = True
     repeat_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -298,7 +300,7 @@ def make_chooser(
                 parts.append(lib.llama_sampler_init_dist(seed))
         for part in parts:
             lib.llama_sampler_chain_add(chain, part)
-        if sampling.penalizes:
+        if sampling.penalizes and sampling.penalize_prompt:
             for token in prompt:
                 lib.llama_sampler_accept(chain, token)
         bound = address(grammar) if grammar else 0

@@ -40,16 +40,18 @@ class Vocab:
         """llama.cpp's vocabulary. Raises SessionError once the weights are closed."""
         return self._lib.llama_model_get_vocab(_model_of(self._weights))
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it count as such.
+    def tokenize(
+        self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`; special tokens written out in it count as such, unless they are not to be parsed.
 
         Raises:
             PromptError: the text does not tokenize.
         """
-        data = text.encode("utf-8", "surrogatepass")
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
         n_max = len(data) + 8
         ids = (ctypes.c_int32 * n_max)()
-        n = self._lib.llama_tokenize(self.pointer, data, len(data), ids, n_max, add_special, True)
+        n = self._lib.llama_tokenize(self.pointer, data, len(data), ids, n_max, add_special, parse_special)
         if n < 0:
             raise PromptError(f"the text of {len(data)} bytes does not tokenize (code {n})")
         return list(ids[:n])
@@ -118,13 +120,14 @@ class Vocab:
         try:
             return Jinja2ChatFormatter(
                 source,
-                eos_token=self._spelling(self._lib.llama_vocab_eos(self.pointer)),
-                bos_token=self._spelling(self._lib.llama_vocab_bos(self.pointer)),
+                eos_token=self.spelling(self._lib.llama_vocab_eos(self.pointer)),
+                bos_token=self.spelling(self._lib.llama_vocab_bos(self.pointer)),
             )
         except Exception as error:
             raise PromptError(f"the file's chat template failed: {error}") from error
 
-    def _spelling(self, token: int) -> str:
+    def spelling(self, token: int) -> str:
+        """How the file spells a token ("<|im_end|>"); nothing for one that is not there (-1)."""
         if token < 0:
             return ""
         text = self._lib.llama_vocab_get_text(self.pointer, token)
