@@ -45,10 +45,9 @@ from llama_sidecar.converter.head_account import (
     OWN_VOCABULARY,
     VOCABULARY,
     Drafting,
-    Memory,
     Parts,
     drafting,
-    memory,
+    memory_of,
     parts_of,
 )
 from llama_sidecar.converter.places import U8, Folder, place_of
@@ -57,6 +56,7 @@ from llama_sidecar.converter.shards import Tensor
 from llama_sidecar.converter.tokenizer import vocabulary_keys
 from llama_sidecar.converter.writer import GGUFFile, Header, planned_bytes
 from llama_sidecar.sidecars import keys as published
+from llama_sidecar.sidecars.memory import Memory
 
 N_CTX = 8192
 ACCEPTANCE = 0.8
@@ -224,7 +224,7 @@ def dry_run(
             dropped=sorted(name for name in opened.tensors if family.DROPPED.search(name)),
             mismatch=wrong,
             head=parts_of(layout) if layout.head else None,
-            memory=memory(*plan, family.ARCH, *file_keys, n_ctx, drafter_arch=drafter_arch),
+            memory=memory_of(*plan, family.ARCH, *file_keys, n_ctx, drafter_arch=drafter_arch),
             drafting=drafting(*plan, family.ARCH, file_keys[0], layout.n_head_layers, acceptance)
             if main and sidecar and layout.head
             else None,
@@ -250,7 +250,7 @@ def _of_draft(
         dropped=sorted(opened.tensors.keys() - {tensor.name for tensor in one.tensors.values()} - {D2T}),
         mismatch=wrong,
         head=None,
-        memory=memory([], file.weights, file.arch, {}, file.keys, n_ctx, drafter_arch=file.arch),
+        memory=memory_of([], file.weights, file.arch, {}, file.keys, n_ctx, drafter_arch=file.arch),
         drafting=None,
         read_bytes=opened.place.meter.n_read,
         checkpoint_bytes=opened.place.meter.n_total,

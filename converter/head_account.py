@@ -20,9 +20,9 @@ from typing import Any
 from llama_sidecar.converter.families import Layout
 from llama_sidecar.converter.plan import Planned
 from llama_sidecar.sidecars import compact, keys
-from llama_sidecar.sidecars.memory import layer_cache_bytes
+from llama_sidecar.sidecars.memory import AUTO_DEPTH as MAX_DEPTH
+from llama_sidecar.sidecars.memory import Contents, Memory, Size, pair_memory
 
-MAX_DEPTH = 4  # drafts a round that are considered
 EXPERTS = "_exps."
 VOCABULARY = (keys.TOKEN_EMBD, keys.OUTPUT)
 OWN_OUTPUT = ".nextn.shared_head_head.weight"
@@ -142,55 +142,25 @@ def drafting(
     )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a pair takes while it runs at a context of `n_ctx` tokens; 0 for a file that is not planned."""
-
-    n_ctx: int
-    main: int
-    main_cache: int
-    head: int
-    head_cache: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return self.main + self.main_cache + self.head + self.head_cache + self.buffers
-
-
-def memory(
+def memory_of(
     main: Iterable[Planned],
     sidecar: Iterable[Planned],
     arch: str,
     main_keys: Mapping[str, Any],
     head_keys: Mapping[str, Any],
     n_ctx: int,
-    n_batch: int = 512,
     *,
     drafter_arch: str | None = None,
 ) -> Memory:
-    """Weights, caches in F16, and about the buffers that a decode of `n_batch` rows needs (the mask, and some rows of each width).
+    """What the planned files take when they run with the runtime's defaults.
 
     `drafter_arch` is that of a drafter which is a model of its own: of its vocabulary no row is left out.
     """
-    main, sidecar = list(main), list(sidecar)
-    n_vocab = next((t.n_rows for t in (*main, *sidecar) if t.name == keys.TOKEN_EMBD), 0)
-    n_rows = compact.default_n_rows(n_vocab) or n_vocab
+    is_head = drafter_arch is None
+    files = [_contents(arch, main_keys, main), _contents(drafter_arch or arch, head_keys, sidecar)]
+    return pair_memory(*(file if file.tensors else None for file in files), n_ctx, is_head=is_head)
 
-    def kept(t: Planned) -> int:
-        is_cut = t.name in VOCABULARY or t.name.endswith(OWN_VOCABULARY)
-        return n_rows * t.row_bytes if is_cut and drafter_arch is None else t.n_bytes
 
-    def cache(arch: str, file_keys: Mapping[str, Any], tensors: Iterable[Planned], n_slots: int) -> int:
-        names = [t.name for t in tensors]
-        return sum(layer_cache_bytes(arch, file_keys, names, n_ctx=n_ctx, n_slots=n_slots, n_batch=n_batch))
-
-    width = max((t.n_cols for t in main if t.name.startswith("blk.") and EXPERTS not in t.name), default=0)
-    return Memory(
-        n_ctx=n_ctx,
-        main=sum(t.n_bytes for t in main),
-        main_cache=cache(arch, main_keys, main, MAX_DEPTH) if main else 0,
-        head=sum(kept(t) for t in sidecar),
-        head_cache=cache(drafter_arch or arch, head_keys, sidecar, 0) if sidecar else 0,
-        buffers=n_batch * (2 * n_ctx + 4 * 4 * width),
-    )
+def _contents(arch: str, file_keys: Mapping[str, Any], tensors: Iterable[Planned]) -> Contents:
+    sizes = {t.name: Size(t.shape[-2] if len(t.shape) > 1 else 0, t.n_bytes) for t in tensors}
+    return Contents(arch, file_keys, sizes)

@@ -12,13 +12,15 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, open_main, read_model
 from llama_sidecar.sidecars.compact import Compact, open_compact
+from llama_sidecar.sidecars.memory import AUTO_DEPTH, Contents, layer_cache_bytes
 
-from . import heads, kernel_choice, placement
+from . import heads, kernel_choice, memory, placement
 from ._native import DraftVocab, Turns
 from .costs import costs_for
 from .draft_vocab import make_draft_vocab
@@ -32,9 +34,6 @@ from .session import Generation, Scripted, Session, close_after
 from .vocab import Vocab
 from .weights import MAX_DEPTH, Settings, Weights, make_draft_context, repacks
 
-AUTO_DEPTH = (
-    4  # the deepest that pace may choose: each rollback slot costs memory, and drafts beyond rarely stand
-)
 NGRAM_DEPTH = 7  # the same of the look-up alone: where it is right at all it is often right for long
 
 
@@ -47,7 +46,7 @@ def load(
     gpu_layers: int | str = "auto",
     device: str | None = None,
     threads: int | None = None,
-    ctx: int | None = None,
+    ctx: int | str | None = None,
     batch: int = 512,
     flash_attn: str = "auto",
     cache_type_k: str = "f16",
@@ -58,6 +57,7 @@ def load(
     ngram: bool = True,
     learn: bool = False,
     exact: bool = False,
+    memory_check: bool = True,
     force: bool = False,
     verbose: bool = False,
 ) -> Model:
@@ -74,7 +74,8 @@ def load(
         gpu_layers: layers on a GPU; "auto" takes as many as fit its free memory.
         device: llama.cpp's device names, comma separated, or "none".
         threads: CPU threads (default: the physical cores).
-        ctx: context length in tokens (default: the smaller of the model's own and 8,192).
+        ctx: context length in tokens (default: the smaller of the model's own and 8,192); "auto" is the largest that fits the memory
+            that is left, at most the model's own.
         batch: prompt tokens per decode.
         flash_attn: "auto", "on" or "off"; "auto" is "off" where our kernels compute, whose rows are then equal at any length.
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
@@ -90,12 +91,13 @@ def load(
         exact: decode only as many rows at once as have logits that are equal to the bit here, plain rounds too, so that token
             ids are those of plain decoding by construction. Which these are is measured once, in a few seconds, and kept in
             the user's cache folder; where none agree it is refused.
+        memory_check: refuse what this machine's memory is too small for, with what would fit.
         force: use a sidecar although its fingerprint says that it belongs to another model.
         verbose: let llama.cpp's own log through to stderr.
 
     Raises:
         LlamaSidecarError: a file is missing, broken or not what it is given as; the two do not belong together; the
-            kind asked for is not there; llama.cpp lacks what is needed or refuses the file.
+            kind asked for is not there; the memory is too small; llama.cpp lacks what is needed or refuses the file.
 
     Example:
         >>> with load("demo-Q8_0.gguf") as model:                              # doctest: +SKIP
@@ -109,7 +111,7 @@ def load(
         gpu_layers=gpu_layers,
         device=device,
         threads=threads,
-        ctx=ctx,
+        ctx=None if ctx == AUTO else ctx,  # type: ignore[arg-type]  # another word is refused there
         batch=batch,
         flash_attn=flash_attn,
         cache_type_k=cache_type_k,
@@ -144,6 +146,8 @@ def load(
         ngram=ngram,
         learn=learn,
         exact=exact,
+        ctx_fits=ctx == AUTO,
+        memory_check=memory_check,
     )
 
 
@@ -185,6 +189,8 @@ class Model:
         ngram: bool,
         learn: bool,
         exact: bool = False,
+        ctx_fits: bool = False,
+        memory_check: bool = True,
     ) -> None:
         self.main = main
         self.min_confidence = min_confidence
@@ -203,7 +209,7 @@ class Model:
         self._lock = threading.RLock()  # no session is made while it is closed
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._default: Session | None = None
-        self.gpu_layers = self._place(sidecar)
+        self.gpu_layers = self._place(sidecar, self.n_ctx)
         self.draft_vocab: DraftVocab | None = None
         self.draft_vocab_why = "all of it is drafted with"
         counts = heads.counts_for(main) if learn and self.kind else None
@@ -220,15 +226,15 @@ class Model:
             gpu_layers=self.gpu_layers,
             repacked=repacks(),
         )
-        flash_attn = kernel_choice.flash_attention(
-            settings.flash_attn,
-            self.kernels,
-            main.header,
-            n_ctx=self.n_ctx,
-            batch=settings.batch,
-            cache_type_v=settings.cache_type_v,
-        )
-        self.settings = replace(settings, flash_attn=flash_attn)
+        self._memory_check = memory_check
+        self.memory_plan = self._memory_plan(sidecar, head, embedded)
+        if ctx_fits:
+            self.n_ctx = memory.auto_ctx(
+                self.memory_plan, on_gpu=lambda n_ctx: self._place(sidecar, n_ctx) >= self.gpu_layers
+            )
+        if memory_check:
+            memory.check(main.path.name, self.memory_plan, self.n_ctx)
+        self.settings = replace(settings, flash_attn=self._flash_attn(self.n_ctx))
         self.weights = Weights(
             main.path,
             with_head=embedded,
@@ -369,10 +375,14 @@ class Model:
             if self.paced and depth is None and scripted is None and wanted:
                 pace = Pace(costs_for(self), has_drafter=self._chosen.has_weights)
                 wanted = pace.max_depth
+            n_ctx = settings.ctx or self.n_ctx
+            if self._memory_check:
+                plan = self.memory_plan if wanted else self.memory_plan.plain()
+                memory.check_session(replace(plan, depth=wanted, paced=pace is not None).at(n_ctx))
             session = Session(
                 self,
                 settings=settings,
-                n_ctx=settings.ctx or self.n_ctx,
+                n_ctx=n_ctx,
                 depth=wanted,
                 why=why,
                 pace=pace,
@@ -458,7 +468,39 @@ class Model:
         with contextlib.suppress(CacheError):  # counting is a service, not a duty
             heads.add_counts(self.main, tokens)
 
-    def _place(self, sidecar: File | None) -> int:
+    def _flash_attn(self, n_ctx: int) -> str:
+        return kernel_choice.flash_attention(
+            self.settings.flash_attn,
+            self.kernels,
+            self.main.header,
+            n_ctx=n_ctx,
+            batch=self.settings.batch,
+            cache_type_v=self.settings.cache_type_v,
+        )
+
+    def _memory_plan(self, sidecar: File | None, head: Path | None, embedded: bool) -> memory.Plan:
+        return memory.Plan(
+            main=Contents.of(self.main.header),
+            head=Contents.of(read_model(head)) if head else None,
+            embedded=embedded,
+            is_head=self._chosen.is_head,
+            borrows=self._chosen.shares_target,
+            depth=self.depth,
+            paced=self.paced and self.depth > 0,
+            batch=self.settings.batch,
+            cache_bits=self._cache_bits,
+            flash_attn=lambda n_ctx: self._flash_attn(n_ctx) != "off",
+            n_gpu_layers=self.gpu_layers,
+        )
+
+    @property
+    def _cache_bits(self) -> float:
+        """Of a key or value, the mean of both."""
+        types = (self.settings.cache_type_k, self.settings.cache_type_v)
+        return sum(placement.CACHE_BITS[type.lower()] for type in types) / 2
+
+    def _place(self, sidecar: File | None, n_ctx: int) -> int:
+        """How many layers go to a GPU with a context of `n_ctx` tokens."""
         if self.settings.gpu_layers != "auto":
             return int(self.settings.gpu_layers)
         devices = placement.gpus()
@@ -467,19 +509,18 @@ class Model:
         names = [d.name for d in devices]
         if self.settings.device:
             names = [name.strip() for name in self.settings.device.split(",")]
-        bits = (
-            placement.CACHE_BITS[self.settings.cache_type_k.lower()]
-            + placement.CACHE_BITS[self.settings.cache_type_v.lower()]
-        ) / 2
         drafter_bytes = 0
         if sidecar is not None:
-            cells = placement.layer_state_bytes(sidecar.header, n_ctx=self.n_ctx, cache_bits=bits, n_slots=0)
-            drafter_bytes = sum(t.n_bytes for t in sidecar.header.tensors.values()) + max(cells)
+            head = sidecar.header
+            cells = layer_cache_bytes(
+                head.arch, head.keys, head.tensors, n_ctx=n_ctx, cache_bits=self._cache_bits
+            )
+            drafter_bytes = sum(t.n_bytes for t in head.tensors.values()) + sum(cells)
         return placement.n_gpu_layers(
             self.main.header,
             free_bytes=sum(d.free_bytes for d in devices if d.name in names),
-            n_ctx=self.n_ctx,
-            cache_bits=bits,
+            n_ctx=n_ctx,
+            cache_bits=self._cache_bits,
             n_slots=self.depth,
             drafter_bytes=drafter_bytes,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_sidecar.sidecars import GGUFHeader
+from llama_sidecar.sidecars.memory import layer_cache_bytes
 
 from .errors import LoadError
 from .library import llama
@@ -176,7 +177,9 @@ def n_gpu_layers(
             per_layer[int(part[1])] += info.n_bytes
         elif name != "token_embd.weight":
             rest += info.n_bytes
-    state = layer_state_bytes(main, n_ctx=n_ctx, cache_bits=cache_bits, n_slots=n_slots)
+    state = layer_cache_bytes(
+        main.arch, main.keys, main.tensors, n_ctx=n_ctx, cache_bits=cache_bits, n_slots=n_slots
+    )
     room = free_bytes - GPU_RESERVE_BYTES
     if sum(per_layer) + sum(state) + rest + drafter_bytes <= room:
         return ALL_LAYERS
@@ -189,31 +192,6 @@ def n_gpu_layers(
             break
         n += 1
     return n
-
-
-def layer_state_bytes(main: GGUFHeader, *, n_ctx: int, cache_bits: float, n_slots: int) -> list[int]:
-    """Bytes of KV cache (attention layers) or of recurrent state (others) per layer of `main`."""
-    keys, arch = main.keys, main.arch
-
-    def scalar(key: str, default: int) -> int:
-        value = keys.get(f"{arch}.{key}", default)
-        return (
-            max(int(v) for v in value) if isinstance(value, list) or hasattr(value, "__len__") else int(value)
-        )
-
-    n_embd = scalar("embedding_length", 0)
-    n_head = max(1, scalar("attention.head_count", 1))
-    head = scalar("attention.key_length", n_embd // n_head) + scalar(
-        "attention.value_length", n_embd // n_head
-    )
-    kv = int(n_ctx * scalar("attention.head_count_kv", n_head) * head * cache_bits / 8)
-    inner = scalar("ssm.inner_size", 0)
-    conv = (scalar("ssm.conv_kernel", 1) - 1) * (
-        inner + 2 * scalar("ssm.group_count", 0) * scalar("ssm.state_size", 0)
-    )
-    recurrent = 4 * (inner * scalar("ssm.state_size", 0) + conv) * (1 + n_slots)
-    n_layers = scalar("block_count", 0)
-    return [recurrent if f"blk.{i}.ssm_out.weight" in main.tensors else kv for i in range(n_layers)]
 
 
 def idle_gpu_hint() -> str | None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
+from llama_sidecar.sidecars.memory import N_HEAD_BATCH, N_MODEL_BATCH
+
 from . import _native, kernel_choice, placement
 from . import kernels as small_batch
 from .errors import LoadError
@@ -23,8 +25,6 @@ from .library import forget_errors, last_error, llama
 from .sampling import address
 
 N_BATCH = 512
-N_DRAFT_BATCH = 128  # rows the head catches up with at once; a draft step itself is one row
-N_MODEL_BATCH = 64  # the same of EAGLE3, DFlash and DSpark: their graphs have logits for every row
 MAX_DEPTH = 64
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
@@ -161,7 +161,7 @@ def make_draft_context(
     """
     params = _params(settings, n_ctx)
     params.n_rs_seq = 0
-    n_batch = N_DRAFT_BATCH if is_head else N_MODEL_BATCH if other is not None else settings.batch
+    n_batch = N_HEAD_BATCH if is_head else N_MODEL_BATCH if other is not None else settings.batch
     params.n_batch = params.n_ubatch = min(n_batch, n_ctx)
     if is_head:
         params.ctx_type = llama().LLAMA_CONTEXT_TYPE_MTP

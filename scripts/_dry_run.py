@@ -74,11 +74,13 @@ def _head(found: DryRun) -> Iterator[tuple[str, ...]]:
 def _memory(found: DryRun) -> Iterator[tuple[str, ...]]:
     memory = found.memory
     if memory.main:
-        yield "main", _size(memory.main), f"and {_size(memory.main_cache)} for its cache"
+        yield "main", _size(memory.main), f"and {_size(memory.main_cache)} for keys and values"
+    if memory.states:
+        yield "states", _size(memory.states), "of recurrent layers, with those that drafts are taken back to"
     if memory.head:
         rows = f"{found.drafting.n_rows:,} rows of its vocabulary, " if found.drafting else ""
         yield "head", _size(memory.head), f"{rows}and {_size(memory.head_cache)} for its cache"
-    yield "buffers", f"about {_size(memory.buffers)}", ""
+    yield "buffers", f"about {_size(memory.buffers + memory.other)}", "what decodes compute in, vocabularies"
     yield "in all", f"about {_size(memory.total)}", "" if memory.main else "without the main file"
 
 

@@ -83,6 +83,32 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg]  # generic for the ty
         return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Several numbers of `what`, comma separated, 0 to `most`, each once.
+
+    >>> Numbers("depths", int, most=64).convert("3,1,3", None, None)
+    (3, 1)
+    """
+
+    name = "numbers"
+
+    def __init__(self, what: str, number: type[int] | type[float], *, most: float) -> None:
+        self._what, self._number, self._most = what, number, most
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(dict.fromkeys(self._number(word) for word in str(value).split(",")))
+        except ValueError:
+            found = (-1,)
+        if not all(0 <= number <= self._most for number in found):
+            self.fail(f"{value!r} are not {self._what}, 0 to {self._most:g}, with commas between", param, ctx)
+        return found
+
+
 class LogitBias(click.ParamType):  # type: ignore[type-arg]
     """A token id and what is added to its logit, as llama.cpp spells them.
 
@@ -145,9 +171,8 @@ _LOAD_OPTIONS = (
     click.option(
         "-c",
         "--ctx",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Context in tokens.  [default: the model's own, at most 8192]",
+        type=NumberOr("tokens", "auto", least=1),
+        help="Context in tokens; auto: the largest that fits the memory that is left.  [default: the model's own, at most 8192]",
     ),
     click.option(
         "-b",
@@ -219,6 +244,12 @@ _LOAD_OPTIONS = (
         default=True,
         show_default=True,
         help="Where pace chooses the depth: look up in the text itself what may follow, too, when that is faster.",
+    ),
+    click.option(
+        "--memory-check/--no-memory-check",
+        default=True,
+        show_default=True,
+        help="Refuse what this machine's memory is too small for.",
     ),
     click.option("--no-spec", is_flag=True, help="Decode plainly: the same as --spec-type none."),
     click.option("--force", is_flag=True, help="Use a sidecar although it was made for another model."),
@@ -388,6 +419,13 @@ def load_options(function: Command) -> Command:
     return _add(command, _LOAD_OPTIONS)
 
 
+def main_optional(command: Command) -> Command:
+    """For a command with `load_options` that does not always load something: MAIN may be left out until it does."""
+    main = next(param for param in vars(command)["__click_params__"] if param.name == "main")
+    main.required = False
+    return command
+
+
 def length_option(n: int) -> Callable[[Command], Command]:
     """Adds -n, the length (by default `n`) of texts that are measured."""
     return click.option(
@@ -498,7 +536,9 @@ def _read_text(file: Path | None) -> str:
         raise PromptError(f"{file or 'stdin'}: not UTF-8 text (byte {error.start})") from error
 
 
-def _open(main: Path, options: dict[str, Any]) -> Model:
+def _open(main: Path | None, options: dict[str, Any]) -> Model:
+    if main is None:
+        raise click.UsageError("Missing argument 'MAIN'.")
     if options.get("exact") and not recall(read_model(main)):
         note(
             f"measuring how many rows agree to the bit here (seconds, for a large model minutes), {_how_often()}"

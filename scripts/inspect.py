@@ -16,6 +16,7 @@ from llama_sidecar.runtime.exactness import recall as recall_exactness
 from llama_sidecar.runtime.kernel_choice import recall
 from llama_sidecar.runtime.kernels import kernel_set, types
 from llama_sidecar.runtime.llm import AUTO_DEPTH
+from llama_sidecar.runtime.memory import account
 from llama_sidecar.runtime.placement import default_threads
 from llama_sidecar.sidecars import KINDS, read_model
 from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
@@ -71,8 +72,15 @@ def _fact_rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "trunk layers", "any" if report.n_layers is None else str(report.n_layers)
     yield "vocabulary", f"{report.n_vocab:,} tokens"
     yield "fingerprint", f"trunk {_short(report.trunk)}, source rows {_short(report.rows)}"
+    yield "memory", _memory(report)
     if report.origin:
         yield from _origin_rows(report.origin)
+
+
+def _memory(report: Report) -> str:
+    found = report.memory
+    alone = " without its main model" if report.role == "sidecar" else ""
+    return f"about {_bytes(found.total)} to run with a context of {found.n_ctx:,} tokens{alone} ({account(found)})"
 
 
 def _origin_rows(origin: Origin) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.discover import Candidate, main_paths, survey
 from llama_sidecar.sidecars.errors import LlamaSidecarError, NotAMain, NotAModel, PairMismatch
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
+from llama_sidecar.sidecars.memory import Contents, Memory, pair_memory
 from llama_sidecar.sidecars.pair import SAME_FAMILY, SAME_TRUNK, UNVERIFIED, VERIFIED, check_pair
 from llama_sidecar.sidecars.shards import read_model
 from llama_sidecar.sidecars.sidecar import (
@@ -23,6 +24,8 @@ from llama_sidecar.sidecars.sidecar import (
     open_sidecar,
     own_fingerprint,
 )
+
+N_CTX = 8192  # tokens that memory is told for, where the model has as many
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class Origin:
 class Report:
     """All that `inspect` shows. Sizes in bytes; `n_layers` counts the trunk's; `trunk` and `rows` are fingerprints.
 
-    `origin` is None where there is no head.
+    `origin` is None where there is no head. `memory` is what running it takes at a context of N_CTX tokens: of a main model with the
+    head inside it or the first sidecar beside it that fits, of a sidecar without its main model.
     """
 
     path: Path
@@ -83,6 +87,7 @@ class Report:
     trunk: str | None
     rows: str | None
     origin: Origin | None
+    memory: Memory
     neighbours: list[Neighbour]
 
     def to_json(self) -> dict[str, Any]:
@@ -91,6 +96,7 @@ class Report:
         neighbours = [n | {"path": str(n["path"])} for n in values.pop("neighbours")]
         values["fingerprint"] = {"trunk": values.pop("trunk"), "rows": values.pop("rows")}
         values["path"] = str(self.path)
+        values["memory"] = self.memory.to_json()
         return {
             "schema": 1,
             **values,
@@ -115,8 +121,10 @@ def inspect(path: str | os.PathLike[str]) -> Report:
             sidecar, identity.role, sidecar.kind, target.width, target.n_layers, list(_mains_of(sidecar))
         )
     main = open_main(path)
-    neighbours = [_as_neighbour(candidate) for candidate in survey(main)]
-    return _report(main, identity.role, main.head_kind, main.width, main.n_layers, neighbours)
+    found = survey(main)
+    fitting = next((one.sidecar for one in found if one.match and one.sidecar), None)
+    neighbours = [_as_neighbour(candidate) for candidate in found]
+    return _report(main, identity.role, main.head_kind, main.width, main.n_layers, neighbours, fitting)
 
 
 def _as_neighbour(candidate: Candidate) -> Neighbour:
@@ -150,6 +158,7 @@ def _report(
     width: int | None,
     n_layers: int | None,
     beside: list[Neighbour],
+    drafter: Sidecar | None = None,
 ) -> Report:
     header = file.header
     types = _types(header)
@@ -170,8 +179,20 @@ def _report(
         trunk=file.trunk,
         rows=file.rows,
         origin=_origin(file) if kind else None,
+        memory=_memory(file, drafter),
         neighbours=beside,
     )
+
+
+def _memory(file: MainFile | Sidecar, drafter: Sidecar | None) -> Memory:
+    contents = Contents.of(file.header)
+    n_ctx = min(contents.trained_ctx or N_CTX, N_CTX)
+    if isinstance(file, Sidecar):
+        return pair_memory(None, contents, n_ctx, is_head=file.kind == "mtp")
+    if drafter is not None:
+        return pair_memory(contents, Contents.of(drafter.header), n_ctx, is_head=drafter.kind == "mtp")
+    embedded = file.head_kind is not None
+    return pair_memory(contents, contents if embedded else None, n_ctx, embedded=embedded)
 
 
 def _origin(file: MainFile | Sidecar) -> Origin:

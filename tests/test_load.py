@@ -16,6 +16,7 @@ from conftest import PairOf
 from llama_sidecar.runtime import LibraryError, LoadError, _native, load, placement
 from llama_sidecar.runtime import library as library_module
 from llama_sidecar.sidecars.errors import LlamaSidecarError
+from llama_sidecar.sidecars.memory import layer_cache_bytes
 
 
 def test_a_sidecar_beside_the_main_file_is_found(pair_of: PairOf) -> None:
@@ -134,7 +135,7 @@ def test_auto_gpu_layers_counts_whole_layers_from_the_end(pair_of: PairOf) -> No
 
     assert fit(1 << 30) == placement.ALL_LAYERS
     assert fit(-1) == 0
-    state = placement.layer_state_bytes(header, n_ctx=256, cache_bits=16, n_slots=3)
+    state = layer_cache_bytes(header.arch, header.keys, header.tensors, n_ctx=256, n_slots=3)
     last = state[3] + sum(t.n_bytes for name, t in header.tensors.items() if name.startswith("blk.3."))
     assert (fit(last - 1), fit(last)) == (0, 1)
     assert state[3] == 256 * models.N_KV * 2 * models.HEAD_DIM * 2  # F16 K and V
