@@ -1,6 +1,6 @@
 """A loaded model's vocabulary: text to token ids, ids to text, and chat templates.
 
-Thin calls into llama.cpp and llama-cpp-python's template formatter (a sandboxed Jinja environment). Knows no decoding.
+Thin calls into llama.cpp and the file's chat template (chat_template.py). Knows no decoding.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .library import llama
 from .sampling import address
 
 if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
     from .weights import Weights
 
 
@@ -93,15 +94,7 @@ class Vocab:
         template = self._template
         if template is None:
             raise PromptError("the file has no chat template: use `run`, which completes text as it stands")
-        try:
-            given = [dict(message) for message in messages]
-            return str(
-                template(
-                    messages=given, tools=[dict(tool) for tool in tools or ()] or None, **variables
-                ).prompt
-            )
-        except Exception as error:  # templates are programs from strangers: any error in one is the prompt's
-            raise PromptError(f"the file's chat template failed: {error}") from error
+        return template.render(messages, tools=tools, **variables)
 
     @property
     def chat_template(self) -> str | None:
@@ -110,21 +103,15 @@ class Vocab:
         return found.decode("utf-8", "replace") if found else None
 
     @functools.cached_property
-    def _template(self) -> Any:
+    def _template(self) -> ChatTemplate | None:
         """The compiled chat template: a large one takes as long as a few tokens."""
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+        from .chat_template import ChatTemplate  # imports Jinja, which completing a text does without
 
         source = self.chat_template
         if source is None:
             return None
-        try:
-            return Jinja2ChatFormatter(
-                source,
-                eos_token=self.spelling(self._lib.llama_vocab_eos(self.pointer)),
-                bos_token=self.spelling(self._lib.llama_vocab_bos(self.pointer)),
-            )
-        except Exception as error:
-            raise PromptError(f"the file's chat template failed: {error}") from error
+        bos, eos = (token(self.pointer) for token in (self._lib.llama_vocab_bos, self._lib.llama_vocab_eos))
+        return ChatTemplate(source, bos=self.spelling(bos), eos=self.spelling(eos))
 
     def spelling(self, token: int) -> str:
         """How the file spells a token ("<|im_end|>"); nothing for one that is not there (-1)."""

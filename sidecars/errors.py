@@ -6,6 +6,10 @@ The message is one line: what was found, what was expected, what to do. This mod
 
 from __future__ import annotations
 
+import collections.abc
+
+MAX_MESSAGE = 8000  # characters: names and values come from files, which may be hostile
+
 
 def printable(text: str) -> str:
     """Escape what a hostile file or name may hold beside text (line ends, terminal codes), so that it is one printable line.
@@ -16,11 +20,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def listed(names: collections.abc.Iterable[str], most: int = 30) -> str:
+    """Join names for a message, of many the first ones and how many more there are.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    found = list(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most:,} more" if len(found) > most else "")
+
+
 class LlamaSidecarError(Exception):
-    """Base of every error this project raises on purpose; `str` of it is one printable line."""
+    """Base of every error this project raises on purpose; `str` of it is one printable line of bounded length."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        text = printable(super().__str__())
+        return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 3]}..."
 
 
 class UnreadableFile(LlamaSidecarError):

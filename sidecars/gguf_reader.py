@@ -149,7 +149,7 @@ class _Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.fail(errors.BadName, f"{what} has a name that is not UTF-8: {raw!r}") from error
+            raise self.fail(errors.BadName, f"{what} has a name that is not UTF-8: {raw[:80]!r}") from error
 
     def strings(self, n: int) -> StringArray:
         """Read `n` strings in one pass; the loop runs half a million times for a large vocabulary."""

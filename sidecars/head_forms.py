@@ -10,7 +10,7 @@ from __future__ import annotations
 EQUAL_LENGTHS = frozenset({
     "afmoe", "apertus", "arcee", "arctic", "baichuan", "bailingmoe2", "bert", "bitnet", "bloom",
     "chameleon", "chatglm", "codeshell", "cogvlm", "cohere2", "cohere2moe", "command-r", "dbrx", "deci",
-    "deepseek", "dflash", "dots1", "dream", "eagle3", "ernie4_5", "ernie4_5-moe", "eurobert", "exaone",
+    "deepseek", "deepseek4", "dflash", "dots1", "dream", "eagle3", "ernie4_5", "ernie4_5-moe", "eurobert", "exaone",
     "falcon", "glm4", "glm4moe", "gpt2", "gptneox", "granite", "granite_swa", "granitehybrid",
     "graniteswitch", "grok", "grovemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3", "internlm2", "jais", "jais2",
     "laguna", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "minimax-01", "minimax-m2",

@@ -147,11 +147,11 @@ def check_tensors(
     """
     missing = [name for name in required if name not in header.tensors]
     if missing:
-        raise errors.MissingTensors(f"{header.path}: required tensors are missing: {', '.join(missing)}")
+        raise errors.MissingTensors(f"{header.path}: required tensors are missing: {errors.listed(missing)}")
     wrong = [
         f"{name} is {list(header.tensors[name].shape)}, {list(shape)} is expected"
         for name, shape in {**required, **(optional or {})}.items()
         if shape is not None and name in header.tensors and header.tensors[name].shape != shape
     ]
     if wrong:
-        raise errors.WrongTensorShape(f"{header.path}: {'; '.join(wrong)}")
+        raise errors.WrongTensorShape(f"{header.path}: {errors.listed(wrong)}")

@@ -20,6 +20,7 @@ import numpy as np
 from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray
 from llama_sidecar.sidecars.head_forms import EQUAL_LENGTHS, GATED_DELTA, ROTATED_WHOLE, SECTIONED
+from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 MAX_EXPERTS = 1024  # llama.cpp's limit
 MAX_WIDTH = 1 << 20  # of anything that is a row: the widest published model has 16,384
@@ -30,6 +31,8 @@ TOKENIZERS = ("gpt2", "llama", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybrid
 
 # {arch}.NAME: the least and the most of it, one for all layers or one for each.
 RANGES: Mapping[str, tuple[int, int]] = {
+    "block_count": (1, MAX_BLOCKS),
+    "nextn_predict_layers": (0, MAX_BLOCKS),
     "context_length": (1, 2**31 - 1),
     "embedding_length": (1, MAX_WIDTH),
     "embedding_length_out": (1, MAX_WIDTH),
@@ -73,7 +76,15 @@ def check_model(header: GGUFHeader) -> None:
     >>> check_model(read_model("NAME-Q8_0.gguf"))  # doctest: +SKIP
     """
     sizes = _Sizes(header)
-    for check in (_check_ranges, _check_heads, _check_latent, _check_rope, _check_recurrent, _check_experts):
+    for check in (
+        _check_ranges,
+        _check_heads,
+        _check_shared,
+        _check_latent,
+        _check_rope,
+        _check_recurrent,
+        _check_experts,
+    ):
         check(sizes)
     _check_numbers(header)
     _check_tensor_types(header)
@@ -161,6 +172,13 @@ def _check_heads(sizes: _Sizes) -> None:
             )
 
 
+def _check_shared(sizes: _Sizes) -> None:
+    """Layers that share earlier layers' keys and values leave two that have their own."""
+    shared = sizes.at("attention.shared_kv_layers", default=0) or 0
+    if shared and shared > sizes.n_layers - 2:
+        raise sizes.fail("attention.shared_kv_layers", shared, f"at most {max(0, sizes.n_layers - 2)}")
+
+
 def _head_length(sizes: _Sizes, part: str, swa: str = "") -> int:
     """The length of a head's keys or values; 0 where there are no heads."""
     n_heads = sizes.at("attention.head_count") or 0
@@ -195,8 +213,8 @@ def _check_rope(sizes: _Sizes) -> None:
         if not key_length or rotated is None:
             continue
         name = f"rope.dimension_count{swa if sizes.at(f'rope.dimension_count{swa}') is not None else ''}"
-        if rotated % 2:
-            raise sizes.fail(name, rotated, "an even number")
+        if rotated % 2 or (not rotated and sizes.arch in SECTIONED):
+            raise sizes.fail(name, rotated, "an even number above 0")
         if rotated > key_length:
             raise sizes.fail(name, rotated, f"at most the {key_length} of a key")
         if sizes.arch in ROTATED_WHOLE and rotated != value_length:
@@ -308,6 +326,12 @@ def _check_blocks(header: GGUFHeader) -> None:
     ):
         for group, form in _GROUPS.items():
             _check_group(header, group, members, form)
+    types = header.keys.get(header.key("{arch}.attention.indexer.types"))
+    for i in map(int, np.flatnonzero(types) if isinstance(types, np.ndarray) else ()):
+        if i < n_trunk and i in blocks and "indexer.proj.weight" not in blocks[i]:
+            raise errors.MissingTensors(
+                f"{header.path}: blk.{i} has no indexer, and attention.indexer.types says that it has one of its own"
+            )
     for i, parts in blocks.items():
         for what, missing in _needs(header.arch, parts):
             raise errors.MissingTensors(

@@ -50,7 +50,7 @@ def read_model(path: str | os.PathLike[str]) -> GGUFHeader:
     absent = [other.name for other in paths if not other.is_file()]
     if absent:
         raise errors.BadShards(
-            f"{first.path}: {len(absent)} of {n_shards} shards are missing: {', '.join(absent)}"
+            f"{first.path}: {len(absent)} of {n_shards} shards are missing: {errors.listed(absent)}"
         )
     tensors = dict(first.tensors)
     file_bytes = first.file_bytes
@@ -76,5 +76,5 @@ def _check_shard(shard: GGUFHeader, i: int, n_shards: int, tensors: dict[str, Te
     twice = sorted(tensors.keys() & shard.tensors.keys())
     if twice:
         raise errors.DuplicateName(
-            f"{shard.path}: tensors of earlier shards occur again: {', '.join(twice[:10])}"
+            f"{shard.path}: tensors of earlier shards occur again: {errors.listed(twice)}"
         )

@@ -80,8 +80,17 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         WRONG,
         "sliding_window is 2147483648",
     ),
+    ("R", [["set", "qwen35.block_count", "UINT32", 2**32 - 1]], WRONG, "block_count is 4294967295; 1 to 512"),
+    ("gemma4-experts", [["set", "gemma4.attention.shared_kv_layers", "UINT32", 3]], WRONG, "is 3; at most 2"),
+    (
+        "deepseek4-plain",
+        [["set", "deepseek4.attention.value_length", "UINT32", 192]],
+        WRONG,
+        "the length of a value",
+    ),
     # Rotary positions
     ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 7]], WRONG, "is 7; an even number"),
+    ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 0]], WRONG, "is 0; an even number above 0"),
     ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 18]], WRONG, "is 18; at most the 16 of a key"),
     ("R", [["set", "qwen35.rope.dimension_sections", "ARRAY INT32", [0, 0, 0, 0]]], WRONG, "sum is 1 to 16"),
     ("R", [["item", "qwen35.rope.dimension_sections", 2, 1 << 24]], WRONG, "sections .* sizes whose sum"),
@@ -178,6 +187,12 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         "a shared expert and lacks ffn_up_shexp",
     ),
     ("qwen3", [["remove", "blk.1.ffn_down.weight"]], MISSING, "feed-forward network and lacks ffn_down"),
+    (
+        "glm_dsa-shared",
+        [["item", "glm-dsa.attention.indexer.types", 2, True]],
+        MISSING,
+        "blk.2 has no indexer",
+    ),
     ("glm_dsa-shared", [["remove", "blk.1.indexer.proj.weight"]], MISSING, "blk.1 has an indexer and lacks"),
     ("nemotron_h_moe-latent", [["remove", "blk.4.ssm_conv1d.bias"]], MISSING, "lacks ssm_conv1d.bias"),
     # Vocabularies

@@ -95,7 +95,7 @@ def check(header: GGUFHeader) -> None:
     stray = [name for name in header.tensors if name.startswith(trunk)]
     if stray:
         raise errors.StrayTensors(
-            f"{header.path}: a sidecar holds no blocks below {n_layers}, but {', '.join(stray)}"
+            f"{header.path}: a sidecar holds no blocks below {n_layers}, but {errors.listed(stray)}"
         )
 
 
