@@ -18,6 +18,7 @@ from .reasoning import OPEN, ReasoningSplitter
 from .session import Generation, Session
 from .session_file import content_hash
 
+THINKING = "enable_thinking"  # the chat templates' own name for the switch
 STATE_SUFFIX = ".session"  # of the state saved beside a conversation
 
 
@@ -83,6 +84,23 @@ class Conversation:
     def thinks(self) -> bool:
         """Whether the chat template knows the marks of reasoning."""
         return OPEN in (self.session.model.vocab.chat_template or "")
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to reason before it answers; None (the default) leaves it to the chat template.
+
+        Setting it raises PromptError where the template has no switch for it (`enable_thinking`).
+        """
+        return self.variables.get(THINKING)
+
+    @thinking.setter
+    def thinking(self, on: bool | None) -> None:
+        self.variables.pop(THINKING, None)
+        if on is None:
+            return
+        if THINKING not in (self.session.model.vocab.chat_template or ""):
+            raise PromptError(f"the file's chat template has no {THINKING}, which turns reasoning on and off")
+        self.variables[THINKING] = on
 
     def check(self) -> None:
         """Raises PromptError where the file's chat template is missing or takes no such opening."""

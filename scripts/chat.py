@@ -1,26 +1,23 @@
-"""`llama-sidecar chat`: a conversation in the terminal. Reads, streams, prints; the session holds what was said."""
+"""`llama-sidecar chat`: a conversation in the terminal. Parses, and leaves the rest to _chat/."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from llama_sidecar.runtime import Model, PromptError, Session
-from llama_sidecar.runtime.conversation import Conversation
+from llama_sidecar.runtime import Model
 from llama_sidecar.sidecars.errors import printable
 
+from ._chat.commands import completions
+from ._chat.output import PlainOutput, TerminalOutput, make_output
+from ._chat.reader import make_reader
+from ._chat.talk import Talk
 from ._options import GroupedCommand, Loader, load_options, read_prompt, sampling_options
-from ._show import generation_json, stats_line, stream
+from ._show import generation_json, note, stats_line
 
-HELP = (
-    "Ctrl-C stops an answer, /clear starts anew, Ctrl-D leaves; a line that ends with \\ goes on in the next."
-)
+HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves"
 
 
 @click.command(cls=GroupedCommand)
@@ -35,6 +32,18 @@ HELP = (
     type=click.IntRange(1),
     help="Tokens an answer has at most.  [default: what the context leaves]",
 )
+@click.option(
+    "--think/--no-think",
+    default=None,
+    help="Whether the model reasons before it answers, where its template can say so.  [default: the template's]",
+)
+@click.option("--lens", is_flag=True, help="On a terminal: colour each token by where it came from.")
+@click.option(
+    "--markdown/--no-markdown",
+    default=True,
+    show_default=True,
+    help="On a terminal: render the answer as it comes, or show it as it is.",
+)
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="With -m: print one JSON object instead of text.")
 @load_options
@@ -43,6 +52,9 @@ def command(
     message: str | None,
     system: str | None,
     n: int | None,
+    think: bool | None,
+    lens: bool,
+    markdown: bool,
     sampling: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -58,73 +70,31 @@ def command(
     if as_json and message is None:
         raise click.UsageError("--json goes with -m TEXT")
     question = None if message is None else read_prompt(message, None)
-    with open_model() as model, model.session() as session:
-        talk = Conversation(session, system)
+    output = make_output(lens=lens, markdown=markdown)
+    if lens and isinstance(output, PlainOutput):
+        note("--lens colours a terminal, and stdout is none")
+    with open_model() as model:
         options = {"max_tokens": n or model.n_ctx, **sampling}
+        talk = Talk(model, output, system, options)
+        talk.conversation.thinking = think
         if question is None:
-            talk.check()
+            talk.conversation.check()
+            reader, advice = make_reader(talk.status, completions())
             click.echo(f"{_title(model)}\n{HELP}", err=True)
-            if not _talk(talk, session, options):
+            if advice:
+                note(advice)
+            if lens and isinstance(output, TerminalOutput):
+                output.explain_lens()
+            if not talk.run(reader):
                 sys.exit(1)
-        elif as_json:
-            answer = talk.ask(question, **options)
-            answer.read()
-            click.echo(generation_json(answer))
         else:
-            answer = talk.ask(question, **options)
-            stream(answer)
-            click.echo(stats_line(answer), err=True)
-
-
-@contextlib.contextmanager
-def _stopped_by_ctrl_c(session: Session) -> Iterator[None]:
-    """Inside, Ctrl-C ends the answer and nothing else; signals are the main thread's, so elsewhere nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: session.cancel())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _talk(talk: Conversation, session: Session, options: dict[str, Any]) -> bool:
-    """Asks and answers until the user leaves; False if a message of a pipe had no answer."""
-    unanswered = False
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives input() line editing and a history
-    while (text := _read(is_terminal)) is not None:
-        if text == "/clear":
-            talk.clear()
-        elif text.startswith("/") and text[1:] in ("exit", "quit", "bye"):
-            break
-        elif text:
-            try:
-                with _stopped_by_ctrl_c(session):
-                    answer = talk.ask(text, **options)
-                    stream(answer)
-                click.echo(f"[{stats_line(answer)}]", err=True)
-            except PromptError as error:
-                unanswered |= not is_terminal  # at a terminal the user has seen it
-                click.echo(f"error: {error} (/clear starts a new conversation)", err=True)
-    return not unanswered
-
-
-def _read(is_terminal: bool) -> str | None:
-    """The user's next message, None at the end of it all."""
-    lines: list[str] = []
-    try:
-        while not lines or lines[-1].endswith("\\"):
-            lines.append(input(("... " if lines else "> ") if is_terminal else ""))
-    except (EOFError, KeyboardInterrupt) as end:
-        if is_terminal:
-            click.echo()
-        if not lines or isinstance(end, KeyboardInterrupt):
-            return None
-    return "\n".join(line.removesuffix("\\") for line in lines).strip()
+            answer = talk.answer = talk.conversation.ask(question, **options)
+            if as_json:
+                answer.read()
+                click.echo(generation_json(answer))
+            else:
+                output.show(talk.conversation, answer, talk.status)
+                click.echo(stats_line(answer), err=True)
 
 
 def _title(model: Model) -> str:

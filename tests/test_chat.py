@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import models
@@ -20,7 +24,7 @@ from click.testing import CliRunner, Result
 from llama_sidecar.runtime import Model, PromptError, load
 from llama_sidecar.runtime.conversation import Conversation
 from llama_sidecar.scripts.__main__ import cli
-from llama_sidecar.scripts.chat import _stopped_by_ctrl_c
+from llama_sidecar.scripts._chat.talk import stopped_by_ctrl_c
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -116,7 +120,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else(model: Model) -> None:
     before = signal.getsignal(signal.SIGINT)
     with model.session() as session:
         talk = Conversation(session)
-        with _stopped_by_ctrl_c(session):
+        with stopped_by_ctrl_c(session):
             answer = talk.ask("Hello", max_tokens=400, ignore_eos=True)
             next(answer)
             os.kill(os.getpid(), signal.SIGINT)
@@ -131,7 +135,7 @@ def test_outside_the_main_thread_signals_stay_as_they_are(model: Model) -> None:
     handlers = []
 
     def run() -> None:
-        with model.session() as session, _stopped_by_ctrl_c(session):
+        with model.session() as session, stopped_by_ctrl_c(session):
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)
@@ -182,36 +186,77 @@ def test_a_file_without_a_template_says_so_at_once(tmp_path: Path) -> None:
     assert "tok/s" not in result.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_in_a_terminal_ctrl_c_keeps_the_session_and_ctrl_d_leaves(main: Path) -> None:
-    import pty
+READY = b"\x1b[?2004h"  # the editor waits for a message
 
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "llama_sidecar.scripts", "chat", str(main), "--temp", "0", "-n", "4000"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    screen = b""
 
-    def wait_for(text: bytes, n: int = 1) -> None:
-        nonlocal screen
+class Chat:
+    """A chat in a pseudo-terminal of 60 columns."""
+
+    def __init__(self, main: Path, state: Path, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "llama_sidecar.scripts", "chat", str(main), "--temp", "0", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env=os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)},
+        )
+        self.theirs = theirs
+        self.screen = b""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: bytes, n: int = 1) -> None:
+        self.wait_until(lambda: self.screen.count(text) >= n)
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
-        while screen.count(text) < n:
-            assert time.monotonic() < deadline, screen.decode(errors="replace")
-            if select.select([ours], [], [], 1)[0]:
-                screen += os.read(ours, 4096)
+        while not is_done():
+            assert time.monotonic() < deadline, self.screen.decode(errors="replace")
+            if select.select([self._ours], [], [], 1)[0]:
+                self.screen += os.read(self._ours, 4096)
 
-    wait_for(b"> ")
-    os.write(ours, b"Hello\n")
-    wait_for(b"Hello\r\n")
-    n_shown = len(screen)
-    while len(screen) < n_shown + 20:
-        screen += os.read(ours, 4096)
-    process.send_signal(signal.SIGINT)
-    wait_for(b"tok/s")
-    wait_for(b"> ", 2)
-    os.write(ours, b"/clear\n")
-    wait_for(b"> ", 3)
-    os.write(ours, b"\x04")
-    assert process.wait(60) == 0
-    os.close(ours)
-    assert b"Traceback" not in screen
+    def is_echoing(self) -> bool:
+        return bool(termios.tcgetattr(self.theirs)[3] & termios.ECHO)
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+def test_in_a_terminal_ctrl_c_keeps_the_session_and_ctrl_d_leaves(main: Path, tmp_path: Path) -> None:
+    with Chat(main, tmp_path, "-n", "4000") as chat:
+        chat.wait_for(READY)
+        chat.type("Hello\r")
+        chat.wait_for(b"tok/s")  # the status line of an answer that runs
+        assert not chat.is_echoing()
+        chat.type("\x03/undo\r")  # what is typed ahead shows later
+        chat.wait_for(b"[stopped]")
+        chat.wait_for(b"taken back: Hello")
+        chat.wait_for(READY, 3)
+        chat.type("\x03")
+        chat.wait_for(b"Ctrl-D leaves")
+        chat.wait_for(READY, 4)
+        chat.type("\x04")
+        assert chat.process.wait(60) == 0 and chat.is_echoing()
+        assert b"Traceback" not in chat.screen
+
+
+def test_a_chat_that_is_ended_leaves_the_terminal_in_order(main: Path, tmp_path: Path) -> None:
+    with Chat(main, tmp_path, "-n", "4000", "--no-spec") as chat:
+        chat.wait_for(READY)
+        assert not chat.is_echoing()
+        chat.type("Hello\r")
+        chat.wait_for(b"tok/s")
+        chat.process.send_signal(signal.SIGTERM)
+        assert chat.process.wait(60) == 128 + signal.SIGTERM and chat.is_echoing()
+        assert b"Traceback" not in chat.screen
