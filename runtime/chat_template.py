@@ -124,7 +124,7 @@ def _now(format: str) -> str:
 # Limits
 
 
-class _Beyond(Exception):
+class _Beyond(PromptError):
     """What a template did that it may not."""
 
 

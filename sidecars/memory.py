@@ -201,7 +201,9 @@ def compute_bytes(contents: Contents, context: Context, blocks: range | None = N
     scores = 4 * heads * max(n_cells, default=0)
     if is_indexed:
         n_scored = context.n_ctx // SPARSE if layer.is_compressed else context.n_ctx
-        scores += 4 * (2 if context.flash_attn else 3) * n_scored  # one value for a position, whatever its heads
+        scores += (
+            4 * (2 if context.flash_attn else 3) * n_scored
+        )  # one value for a position, whatever its heads
     states = max((caches[i].states for i in blocks if i < len(caches)), default=0)
     activations = 4 * (max(widths.values(), default=0) + 2 * n_embd)
     outputs = 2 * 4 * context.n_outputs * (contents.n_vocab + 2 * n_embd)  # computed, and kept

@@ -166,7 +166,7 @@ def _check_heads(sizes: _Sizes) -> None:
             raise sizes.fail(
                 "attention.head_count_kv", n_kv, f"a divisor of the {n_heads} heads of layer {i}"
             )
-        if n_kv and not n_heads:
+        if n_kv and n_heads == 0:
             raise sizes.fail(
                 "attention.head_count", n_heads, f"at least the {n_kv} key-value heads of layer {i}"
             )
@@ -229,7 +229,7 @@ def _check_rope(sizes: _Sizes) -> None:
         raise sizes.fail("attention.indexer.key_length", indexed, f"at least the {rotated} that are rotated")
     sections = sizes.all("rope.dimension_sections")
     if sections is not None:
-        least, most = int(sizes.arch in SECTIONED), max(1, _head_length(sizes, "key"))
+        least, most = int(sizes.arch in SECTIONED), _head_length(sizes, "key") or MAX_WIDTH
         if min(sections) < 0 or not least <= sum(sections) <= most:
             raise sizes.fail("rope.dimension_sections", sections, f"sizes whose sum is {least} to {most}")
     scaling = sizes.header.keys.get(sizes.name("rope.scaling.type"))

@@ -64,7 +64,9 @@ def theirs(demo: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ours(demo: Path) -> Iterator[Llama]:
-    with Llama(demo, n_ctx=300, n_threads=1, verbose=False, depth=3, kernels="stock") as llm:  # rounded up to 512
+    with Llama(
+        demo, n_ctx=300, n_threads=1, verbose=False, depth=3, kernels="stock"
+    ) as llm:  # rounded up to 512
         assert llm.speculation.kind == "mtp"
         yield llm
 

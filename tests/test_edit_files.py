@@ -26,7 +26,7 @@ VALUES: list[tuple[tuple[V, ...], Any]] = [
     ((V.ARRAY, V.FLOAT32), np.array([1, np.inf, 3], "<f4")),
 ]
 KEYS = {
-    "general.name": "x", "general.size_label": "2K", "general.file_type": 1, "qwen35.expert_count": 8,
+    "general.name": "x", "general.size_label": "2K", "general.file_type": 1, "qwen35.expert_count": 8, "qwen35.expert_used_count": 2,
     "qwen35.attention.head_count": 4, "qwen35.attention.head_count_kv": [4, 2, 1], "qwen35.vocab_size": 16,
     "sidecar.format": 1, "sidecar.fingerprint.rows": "b" * 64, "sidecar.requant.from": ["a"], "sidecar.graft.trunk": "",
 }  # fmt: skip

@@ -78,12 +78,10 @@ def test_unusable_norms_are_refused() -> None:
         trunk_fingerprint(TOKENS, {"output_norm.weight": np.ones(4)})  # type: ignore[dict-item]
 
 
-def test_a_main_model_whose_norms_cannot_be_read_has_no_fingerprint(tmp_path: Path) -> None:
+def test_a_main_model_whose_norms_are_no_weights_is_refused(tmp_path: Path) -> None:
     tensors = tiny_gguf.main_tensors() | {"output_norm.weight": np.ones(32, np.int32)}
-    assert (
-        open_main(tiny_gguf.write(tmp_path / "m.gguf", "qwen35", tiny_gguf.main_keys(), tensors)).trunk
-        is None
-    )
+    with pytest.raises(errors.BadTensorType, match=r"output_norm\.weight is I32"):
+        open_main(tiny_gguf.write(tmp_path / "m.gguf", "qwen35", tiny_gguf.main_keys(), tensors))
 
 
 def test_rows_are_sampled_alike_in_every_run_and_within_bounds() -> None:

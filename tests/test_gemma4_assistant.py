@@ -113,7 +113,7 @@ def test_a_cache_that_llama_cpp_cannot_share_is_refused_with_both_files_names(
         at = data.index(name + (4 if "length" in key else 9).to_bytes(4, "little"))
         broken = bytearray(data)
         if "length" in key:
-            broken[at + len(name) + 4] ^= 0x30
+            broken[at + len(name) + 4] ^= 0x60
         else:
             n = int.from_bytes(data[at + len(name) + 8 : at + len(name) + 16], "little")
             first = at + len(name) + 16

@@ -37,7 +37,9 @@ with load(sys.argv[1], threads=1, **json.loads(sys.argv[2])) as model:
     found = model.memory_plan.at(model.n_ctx)
     print(json.dumps([found.total, found.buffers, resident() - before]))
 """
-NEAR_BYTES = 64 << 20  # of what a tiny model takes: what a first load measures costs and kernels with is in it, too
+NEAR_BYTES = (
+    64 << 20
+)  # of what a tiny model takes: what a first load measures costs and kernels with is in it, too
 
 
 def left(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
@@ -133,7 +135,9 @@ def test_the_automatic_context_pushes_no_layer_off_a_gpu(
     """This machine has room for all of the model's context, the GPU not."""
     pair = pair_of("T")
     free = 0
-    monkeypatch.setattr(placement, "gpus", lambda: [placement.Gpu("GPU0", placement.GPU_RESERVE_BYTES + free)])
+    monkeypatch.setattr(
+        placement, "gpus", lambda: [placement.Gpu("GPU0", placement.GPU_RESERVE_BYTES + free)]
+    )
     monkeypatch.setattr(placement, "DEFAULT_CTX", 256)
     left(monkeypatch, 1 << 40)
     with load(pair.main, ctx=64, threads=1) as model:

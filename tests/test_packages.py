@@ -202,9 +202,12 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_says_its_version(tmp_path: Path) -> None:
-    assert (
-        command("--version", cwd=tmp_path).stdout.strip() == f"llama-sidecar, version {DISTRIBUTION.version}"
+    ours, library, *backends = command("--version", cwd=tmp_path).stdout.splitlines()
+    assert ours == f"llama-sidecar {DISTRIBUTION.version}"
+    assert library.startswith(
+        f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')} (llama.cpp "
     )
+    assert backends[0].startswith("backends: ")
 
 
 def test_every_command_has_help() -> None:

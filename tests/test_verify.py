@@ -16,7 +16,16 @@ import pytest
 from click.testing import CliRunner
 from conftest import PairOf
 
-from llama_sidecar.runtime import Generation, LoadError, Model, PromptError, load, lossless, verification
+from llama_sidecar.runtime import (
+    Generation,
+    LoadError,
+    Model,
+    PromptError,
+    load,
+    lossless,
+    session,
+    verification,
+)
 from llama_sidecar.runtime.lossless import Rounding, compare_widths
 from llama_sidecar.runtime.prompts import Prompt
 from llama_sidecar.runtime.tuning import tune
@@ -112,6 +121,7 @@ def sabotage(patch: pytest.MonkeyPatch) -> list[int]:
             spoilt.append(at)
         return piece
 
+    patch.setattr(session, "READ_S", 0.0)  # it stands between rounds
     patch.setattr(Generation, "__next__", next_piece)
     return spoilt
 
