@@ -157,8 +157,10 @@ def memory_of(
     `drafter_arch` is that of a drafter which is a model of its own: of its vocabulary no row is left out.
     """
     is_head = drafter_arch is None
-    files = [_contents(arch, main_keys, main), _contents(drafter_arch or arch, head_keys, sidecar)]
-    return pair_memory(*(file if file.tensors else None for file in files), n_ctx, is_head=is_head)
+    of_main, of_head = _contents(arch, main_keys, main), _contents(drafter_arch or arch, head_keys, sidecar)
+    return pair_memory(
+        of_main if of_main.tensors else None, of_head if of_head.tensors else None, n_ctx, is_head=is_head
+    )
 
 
 def _contents(arch: str, file_keys: Mapping[str, Any], tensors: Iterable[Planned]) -> Contents:

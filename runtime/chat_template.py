@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import ext, nodes
@@ -326,7 +326,7 @@ def _joined(values: Any) -> str:
 class _Generation(ext.Extension):
     """`{% generation %}`, with which training code marks answers: only what is in it counts."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         parser.stream.skip(1)

@@ -15,12 +15,12 @@ from llama_sidecar.runtime.exactness import Exactness
 from llama_sidecar.runtime.exactness import recall as recall_exactness
 from llama_sidecar.runtime.kernel_choice import recall
 from llama_sidecar.runtime.kernels import kernel_set, types
-from llama_sidecar.runtime.llm import AUTO_DEPTH
 from llama_sidecar.runtime.memory import account
 from llama_sidecar.runtime.placement import default_threads
 from llama_sidecar.sidecars import KINDS, read_model
 from llama_sidecar.sidecars.errors import LlamaSidecarError, printable
 from llama_sidecar.sidecars.inspection import Origin, Report, inspect
+from llama_sidecar.sidecars.memory import AUTO_DEPTH
 
 from ._console import tables
 

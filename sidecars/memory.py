@@ -247,7 +247,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self)) - self.n_ctx
+        return sum(int(getattr(self, field.name)) for field in fields(self)) - self.n_ctx
 
     @property
     def session(self) -> int:

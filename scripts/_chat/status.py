@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from llama_sidecar.runtime import Session, Stats
 from llama_sidecar.runtime.costs import remembered
+from llama_sidecar.runtime.pace import Pace
 from llama_sidecar.sidecars.errors import printable
 
 
 def plain_tok_s(session: Session) -> float | None:
     """Tokens per second that plain decoding has been measured to make here; None where it was not measured."""
-    costs = None if session.pace is not None else remembered(session.model)
-    seconds = session.pace.plain_s if session.pace is not None else costs.plain_s if costs else 0.0
+    known = session.pace if isinstance(session.pace, Pace) else remembered(session.model)
+    seconds = known.plain_s if known else 0.0
     return 1 / seconds if seconds > 0 else None
 
 
