@@ -26,6 +26,7 @@ from llama_sidecar.converter.errors import (
     BadImatrix,
     HeadMismatch,
     NoHead,
+    NotACheckpoint,
     NoTarget,
     OutputFailed,
 )
@@ -407,7 +408,7 @@ def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:
     """All that decides the tensors' bytes beside a file's header: the weights, how they are read, and the code that does."""
     code = sorted(Path(__file__).parent.rglob("*.py"))
     read = [*code, checkpoint.folder / "config.json", *([Path(imatrix)] if imatrix else [])]
-    hashes = [sha256(path.read_bytes()).hexdigest() for path in read]
+    hashes = [_file_hash(path) for path in read]
     library = libggml_path()
     found = library.stat() if library else None
     versions = [
@@ -416,6 +417,13 @@ def _source(checkpoint: Checkpoint, imatrix: str | Path | None) -> str:
         str(found and (found.st_size, found.st_mtime_ns)),
     ]
     return "\n".join([*hashes, *sorted(versions)])
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        return sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise NotACheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _check_contract(paths: Mapping[str, Path]) -> None:

@@ -8,8 +8,6 @@ shape, type and a function from a range of its rows to bytes.
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
 import os
 import secrets
 import shutil
@@ -32,6 +30,7 @@ from llama_sidecar.converter.config import Key
 from llama_sidecar.converter.errors import HubFailed, NotEnoughSpace, OutputExists, OutputFailed
 from llama_sidecar.converter.places import DISK, Reading
 from llama_sidecar.sidecars import LlamaSidecarError, read_header
+from llama_sidecar.sidecars.whole_file import open_left, open_part, part_of, sweep
 
 RECORD_S = 10  # between notes of what is on the disk: a conversion that is killed loses so much
 KEPT_BYTES = 256 << 20  # less is done again in seconds, and an interrupted conversion leaves nothing behind
@@ -167,7 +166,7 @@ def write_files(
         for key, file in files.items():
             started[key] = _Started(file, reading.n_values)
         for file in files.values():
-            _sweep(file.path)
+            sweep(file.path.parent, file.path.name)
         _check_space(started.values())
         _write_data(started.values(), progress, reading.n_threads)
         for one in started.values():
@@ -222,12 +221,11 @@ class _Started:
 
     def __init__(self, file: GGUFFile, n_values: int):
         self.file = file
-        self.path = _part(file.path, secrets.token_hex(4))
         self.can_go_on = False
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self.replaces = False
+        self.replaced: Path | None = None  # where what had the file's name is kept
+        self.fd, self.path = open_part(file.path)
         try:
-            with suppress(OSError):  # a file system without locks: then nothing is ever swept there
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write_header(file, self.path)
             self._plan(n_values)
             if file.source:
@@ -252,9 +250,9 @@ class _Started:
         """Takes over what an earlier conversion of the same has left; else takes the name under which that would be looked for."""
         decides = [self.header, self.file.source.encode(), str(n_values).encode()]
         digest = sha256(b"".join(sha256(part).digest() for part in decides)).hexdigest()
-        path = _part(self.file.path, digest[:16])
+        path = part_of(self.file.path, digest[:16])
         with suppress(OSError):  # there is none, or one that still runs
-            earlier = _open_locked(path)
+            earlier = open_left(path)
             done = os.pread(earlier, len(self.slices) + 1, self.n_bytes)
             if os.pread(earlier, len(self.header), 0) == self.header and len(done) == len(self.slices):
                 self.discard()
@@ -294,44 +292,34 @@ class _Started:
             raise OutputFailed(f"{self.file.path} does not read back as it was planned")
 
     def put_in_place(self) -> None:
+        """Gives the file its name; what had that before is kept until all files are in place."""
+        self.replaces = os.path.lexists(self.file.path)
+        kept = part_of(self.file.path, secrets.token_hex(4))
+        with suppress(OSError):  # there is nothing, or the file system has no links
+            os.link(self.file.path, kept)
+            self.replaced = kept
         os.replace(self.path, self.file.path)
         self.path = self.file.path
 
     def discard(self) -> None:
-        """Removes the file, wherever it is by now; before its lock is gone, as another conversion might take it over."""
-        self.path.unlink(missing_ok=True)
+        """Removes the file, wherever it is by now, and puts back what it has replaced; before its lock is gone, as another
+        conversion might take it over."""
+        is_in_place = self.path == self.file.path
+        if is_in_place and self.replaced:
+            with suppress(OSError):  # then the new one stays, which is whole
+                os.replace(self.replaced, self.path)
+                self.replaced = None
+        elif not (is_in_place and self.replaces):  # rather the new one than none
+            self.path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
+        if self.replaced:
+            self.replaced.unlink(missing_ok=True)
+            self.replaced = None
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _part(path: Path, tag: str) -> Path:
-    return path.with_name(f".{path.name}.{tag}.part")
-
-
-def _open_locked(path: Path) -> int:
-    """Opens what another conversion has left. Raises OSError where it still runs, has just finished, or where there are no locks."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _sweep(path: Path) -> None:
-    """Removes what killed conversions left of a file; one that still runs holds a lock."""
-    for part in path.parent.glob(_part(Path(glob.escape(path.name)), "*").name):
-        with suppress(OSError):
-            fd = _open_locked(part)
-            part.unlink()
-            os.close(fd)
 
 
 def _keep(started: Collection[_Started], error: BaseException) -> bool:

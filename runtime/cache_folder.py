@@ -1,7 +1,6 @@
 """The user's cache folder: what can be made again, kept between runs within bounds and shared by processes.
 
-Files are written under a temporary name and renamed, so a reader sees a whole file or none; writers that build on what they
-read hold a lock. Every sort of file has a sub-folder and a pattern in SORTS, and nothing else there is ever listed or removed.
+A reader sees a whole file or none (sidecars/whole_file.py); writers that build on what they read hold a lock. Every sort of file has a sub-folder and a pattern in SORTS, and nothing else there is ever listed or removed.
 Knows no file's content.
 """
 
@@ -14,11 +13,12 @@ import fcntl
 import os
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from llama_sidecar.sidecars import whole_file
 
 from .errors import CacheError
 
@@ -124,15 +124,11 @@ class CacheFolder:
 
     @_refusals()
     def write(self, sort: str, name: str, data: bytes) -> None:
-        """Writes a small file, whole or not at all."""
+        """Writes a small file, whole or not at all; after a power failure it may be empty, which readers take for none."""
         self.prepare(sort)
-        path = self.path(sort, name)
-        part = path.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.part")
-        try:
-            part.write_bytes(data)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        self.sweep(sort)
+        with whole_file.writing(self.path(sort, name), durable=False) as file:
+            file.write(data)
 
     @contextlib.contextmanager
     def locked(self, sort: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
@@ -185,9 +181,8 @@ class CacheFolder:
 
     @_refusals()
     def sweep(self, sort: str) -> None:
-        """Removes what killed writers left; call it with the sort's lock held."""
-        for part in (self.root / sort).glob(".*.part"):
-            part.unlink(missing_ok=True)
+        """Removes what killed writers left."""
+        whole_file.sweep(self.root / sort)
 
     @_refusals()
     def clear(self) -> list[Entry]:

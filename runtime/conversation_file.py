@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llama_sidecar.sidecars import whole_file
 
 from .errors import ConversationFileError
 
@@ -55,17 +56,9 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> None:
         "said": saved.said and {"text": saved.said[0], "tokens": saved.said[1]},
         "state": saved.state and saved.state.name,
     }
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        try:
-            with open(part, "x", encoding="utf-8", errors="replace") as file:
-                json.dump(data, file, ensure_ascii=False, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with whole_file.writing(path) as file:
+            file.write(f"{json.dumps(data, ensure_ascii=False, indent=1)}\n".encode(errors="replace"))
     except OSError as error:
         raise ConversationFileError(f"{path} cannot be written: {error.strerror or error}") from error
 

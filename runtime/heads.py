@@ -102,7 +102,6 @@ def add_counts(
     folder = CacheFolder(cache_dir)
     with folder.locked("counts", COUNTS_TIMEOUT_S):
         is_new = not os.path.exists(folder.path("counts", name))
-        folder.sweep("counts")
         total = counts_for(main, cache_dir=cache_dir) + np.bincount(ids, minlength=len(main.tokens))
         while total.sum() > MAX_COUNTED:
             total >>= 1

@@ -13,16 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from llama_sidecar.sidecars import GGUFHeader, read_model
+from llama_sidecar.sidecars import GGUFHeader, read_model, whole_file
 
 from .errors import SessionFileError
 
@@ -105,8 +102,7 @@ def content_hash(header: GGUFHeader) -> str:
     digest = hashlib.sha256(shapes(header).encode())
     for name in sorted(header.tensors):
         info = header.tensors[name]
-        begins = np.fromfile(info.path, np.uint8, min(info.n_bytes, SAMPLED_BYTES), offset=info.offset)
-        digest.update(begins.tobytes())
+        digest.update(info.read(n_bytes=min(info.n_bytes, SAMPLED_BYTES)).tobytes())
     return digest.hexdigest()
 
 
@@ -128,19 +124,12 @@ def write(path: str | os.PathLike[str], saved: SavedSession) -> None:
     ).encode()
     parts: Sequence[bytes] = (_FIXED.pack(MAGIC, VERSION, len(head)), head, saved.target, saved.drafter)
     digest = hashlib.sha256()
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        try:
-            with open(part, "xb") as file:
-                for data in parts:
-                    file.write(data)
-                    digest.update(data)
-                file.write(digest.digest())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with whole_file.writing(path) as file:
+            for data in parts:
+                file.write(data)
+                digest.update(data)
+            file.write(digest.digest())
     except OSError as error:
         raise SessionFileError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -8,15 +8,12 @@ per token, a kind says (kinds/); where files are kept, the caller.
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import hashlib
 import os
 import re
-import secrets
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +23,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType, GGUFValueType, TokenType
 from numpy.typing import ArrayLike, NDArray
 
-from llama_sidecar.sidecars import errors, keys
+from llama_sidecar.sidecars import errors, keys, whole_file
 from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES, GGUFHeader, StringArray, TensorInfo
 from llama_sidecar.sidecars.gguf_reader import read_header
 from llama_sidecar.sidecars.kind import Target
@@ -283,14 +280,10 @@ def writing_compact(
         for info in head.tensors.values()
     ]
     header = _new_header(source, head, ids, plan, source_hash or content_hash(source))
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    with _refusals(path):
-        _sweep(path)
-        out = open(part, "xb")  # noqa: SIM115  # held until the file has its name: its lock says that it is no left-over
-    try:
+    with ExitStack() as stack:  # so that the refusals which the block meets stay what they are
         with _refusals(path):
-            with suppress(OSError):  # a file system without locks: then nothing is ever swept there
-                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            out = stack.enter_context(whole_file.writing(path))
+            part = Path(out.name)
             header.write_header_to_file(part)
             header.write_kv_data_to_file()
             header.write_ti_data_to_file()
@@ -298,14 +291,10 @@ def writing_compact(
             out.seek(0, os.SEEK_END)
             _write_data(out, head, plan, ids, progress)
             out.flush()
-            os.fsync(out.fileno())
             open_compact(part)
         yield part
         with _refusals(path):
-            os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-        out.close()
+            stack.close()
 
 
 @contextmanager
@@ -315,14 +304,6 @@ def _refusals(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise errors.UnwritableFile(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _sweep(path: Path) -> None:
-    """Removes what killed writers left of a file."""
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        with suppress(OSError), open(part, "rb") as left:
-            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
 
 
 def _as_type(info: TensorInfo, kind: int, n_rows: int | None) -> TensorInfo:
@@ -517,21 +498,13 @@ def _pieces(info: TensorInfo, rows: NDArray[Any] | None = None) -> Iterator[NDAr
     wanted = np.arange(n_rows) if rows is None else rows
     step = max(1, PIECE_BYTES // row_bytes)
     start = 0
-    try:
-        with open(info.path, "rb", buffering=0) as file:
-            while start < len(wanted):
-                first = int(wanted[start])
-                stop = int(np.searchsorted(wanted, first + step))
-                n_bytes = (int(wanted[stop - 1]) + 1 - first) * row_bytes
-                data = os.pread(file.fileno(), n_bytes, info.offset + first * row_bytes)
-                if len(data) != n_bytes:
-                    raise errors.TruncatedFile(
-                        f"{info.path}: the file became shorter while {info.name} was read"
-                    )
-                yield np.frombuffer(data, np.uint8).reshape(-1, row_bytes)[wanted[start:stop] - first]
-                start = stop
-    except OSError as error:
-        raise errors.UnreadableFile(f"{info.path}: {error.strerror or error}") from error
+    while start < len(wanted):
+        first = int(wanted[start])
+        stop = int(np.searchsorted(wanted, first + step))
+        n_bytes = (int(wanted[stop - 1]) + 1 - first) * row_bytes
+        data = info.read(first * row_bytes, n_bytes)
+        yield data.reshape(-1, row_bytes)[wanted[start:stop] - first]
+        start = stop
 
 
 def _value_bytes(value: object) -> bytes:

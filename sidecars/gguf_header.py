@@ -5,6 +5,7 @@ Knows ggml's tensor types and their sizes; of keys it knows only that most start
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from array import array
@@ -121,6 +122,26 @@ class TensorInfo:
     def type_name(self) -> str:
         return type_name(self.type)
 
+    def read(self, start: int = 0, n_bytes: int | None = None) -> NDArray[np.uint8]:
+        """Read `n_bytes` of the tensor's data from byte `start` on, by default all; raises UnreadableFile, TruncatedFile.
+
+        >>> read_header("mtp-NAME-Q8_0.gguf").tensors["output_norm.weight"].read(n_bytes=4).view("<f4")  # doctest: +SKIP
+        """
+        data = np.empty(self.n_bytes - start if n_bytes is None else n_bytes, np.uint8)
+        view, at = data.data, self.offset + start
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                while view:
+                    n_read = os.preadv(file.fileno(), [view], at)
+                    if not n_read:
+                        raise errors.TruncatedFile(
+                            f"{self.path}: the file became shorter while {self.name} was read"
+                        )
+                    view, at = view[n_read:], at + n_read
+        except OSError as error:
+            raise errors.UnreadableFile(f"{self.path}: {error.strerror or error}") from error
+        return data
+
 
 @dataclass(frozen=True)
 class GGUFHeader:
@@ -188,13 +209,7 @@ class GGUFHeader:
         info = self.tensors.get(name)
         if info is None:
             raise errors.MissingTensors(f"{self.path}: there is no tensor {name}")
-        try:
-            data = np.fromfile(info.path, dtype=np.uint8, count=info.n_bytes, offset=info.offset)
-        except OSError as error:
-            raise errors.UnreadableFile(f"{info.path}: {error.strerror or error}") from error
-        if data.size != info.n_bytes:
-            raise errors.TruncatedFile(f"{info.path}: {name} has {data.size} of its {info.n_bytes} bytes")
-        return data
+        return info.read()
 
 
 def type_name(kind: int) -> str:

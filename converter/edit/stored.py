@@ -18,7 +18,6 @@ from gguf.constants import GGMLQuantizationType as GGMLType
 from llama_sidecar.converter.errors import CannotDequantize, OutOfRange
 from llama_sidecar.converter.quantize import encode, libggml, row_bytes
 from llama_sidecar.sidecars import TensorInfo
-from llama_sidecar.sidecars.errors import TruncatedFile, UnreadableFile
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -63,14 +62,7 @@ class Stored:
 
     def rows(self, start: int, stop: int) -> U8:
         """Raises UnreadableFile, TruncatedFile."""
-        n_bytes = (stop - start) * self.row_bytes
-        offset = self.info.offset + start * self.row_bytes
-        try:
-            data = np.fromfile(self.info.path, np.uint8, n_bytes, offset=offset)
-        except OSError as error:
-            raise UnreadableFile(f"{self.info.path}: {error.strerror or error}") from error
-        if data.size != n_bytes:
-            raise TruncatedFile(f"{self.info.path}: the file became shorter while {self.name} was read")
+        data = self.info.read(start * self.row_bytes, (stop - start) * self.row_bytes)
         return data.reshape(stop - start, self.row_bytes)
 
     def values(self, start: int, stop: int) -> F32:

@@ -1,0 +1,209 @@
+"""Faults by injection: whatever the system refuses, and whenever a process is killed, every file is the old one or the new one.
+
+faults.c lets the nth system call fail or kills the process there; fault_runs.py does so for each n. FAULTS_ALL=1 strikes every call
+that reads too, of which some are picked here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from conftest import PairOf
+
+from llama_sidecar.converter import convert
+from llama_sidecar.converter.edit import merge
+from llama_sidecar.converter.errors import BadShard
+from llama_sidecar.runtime import load
+from llama_sidecar.runtime.cache_folder import CacheFolder
+from llama_sidecar.sidecars import LlamaSidecarError, whole_file
+from llama_sidecar.sidecars.errors import TruncatedFile
+
+TESTS = Path(__file__).parent
+FILES = ("convert", "split", "merge", "graft", "requant", "compact")
+KEPT = ("session", "conversation", "head", "counts", "costs")
+TRIALS = [
+    *((name, what) for name in (*FILES, *KEPT) for what in ("kill", "full", "refused")),
+    *((name, "unreadable") for name in (*FILES, "head", "counts")),
+]
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not sys.platform.startswith("linux") or compiler is None:
+        pytest.skip("Linux, and a C compiler")
+    library: Path = tmp_path_factory.mktemp("faults") / "faults.so"
+    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *options, "-o", library, TESTS / "faults.c", "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize(("name", "what"), TRIALS, ids=["-".join(trial) for trial in TRIALS])
+def test_files_are_old_or_new(faults: Path, name: str, what: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, TESTS / "fault_runs.py", name, what, tmp_path / "trials"],
+        env={**os.environ, "LD_PRELOAD": str(faults)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 1, "nothing was struck"
+
+
+# What the user sees
+
+
+def command(
+    faults: Path, fault: str, *arguments: str | Path, sorts: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The command line with a fault, spelled as faults.c says."""
+    environment = {**os.environ, "LD_PRELOAD": str(faults), "FAULTS": fault, "FAULTS_SORTS": sorts}
+    run = [sys.executable, "-m", "llama_sidecar.scripts", *map(str, arguments)]
+    return subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("number", "sorts", "said"),
+    [
+        (errno.ENOSPC, "w", "the disk of {out} filled up while the files were written: free some space"),
+        (errno.EDQUOT, "w", "the disk of {out} filled up"),
+        (errno.EIO, "f", "{out} cannot be written: Input/output error"),
+        (errno.EACCES, "o", "{out} cannot be written: Permission denied"),
+        (errno.EROFS, "m", "{out} cannot be written: Read-only file system"),
+    ],
+    ids=["full", "quota", "disk", "permission", "read-only"],
+)
+def test_a_conversion_that_cannot_write_says_so_in_one_line(
+    faults: Path, number: int, sorts: str, said: str, tmp_path: Path
+) -> None:
+    checkpoint, out = make_checkpoint(tmp_path, "qwen35", "tied"), tmp_path / "out"
+    done = command(faults, f"e{number} 1 {out}", "convert", checkpoint, "--out", out, sorts=sorts)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and said.format(out=out) in lines[0] and "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_without_a_cache_the_text_is_the_same(
+    faults: Path, number: int, pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is read-only, full or somebody else's costs time, never a text."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(cache))
+    options = [
+        "run",
+        pair_of("R", "Q8_0").main,
+        "-p",
+        "def f",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--threads",
+        "1",
+        "--ctx",
+        "128",
+    ]
+    plain = command(faults, "c 1 /nowhere", *options)
+    shutil.rmtree(cache)
+    done = command(faults, f"e{number} 1 {cache}", *options, sorts="owtfrlm")
+    assert plain.returncode == done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout and "Traceback" not in done.stderr
+    assert not cache.exists()
+
+
+# Files that change while they are read
+
+
+def test_a_checkpoint_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    checkpoint, out = make_checkpoint(tmp_path, "qwen35", "tied"), tmp_path / "out"
+    (weights,) = checkpoint.glob("*.safetensors")
+
+    def shrink(done: int, total: int, name: str) -> None:
+        os.truncate(weights, 10_000)
+
+    with pytest.raises(BadShard, match="while it was read: it was changed or cut"):
+        convert(checkpoint, out, progress=shrink)
+    assert not out.exists()
+
+
+def test_a_model_that_shrinks_while_it_is_read(pair_of: PairOf, tmp_path: Path) -> None:
+    pair = pair_of("T")
+    main = Path(shutil.copy(pair.main, tmp_path / "main.gguf"))
+
+    def shrink(done: int, total: int, name: str) -> None:
+        os.truncate(main, main.stat().st_size // 2)
+
+    with pytest.raises(TruncatedFile, match="became shorter while"):
+        merge(main, pair.sidecar, tmp_path / "whole.gguf", progress=shrink)
+    assert list(tmp_path.iterdir()) == [main]
+
+
+# The cache
+
+
+@pytest.mark.parametrize("damage", ["empty", "zeros", "half", "noise"])
+def test_a_cache_of_damaged_files_is_none(
+    damage: str, pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a power failure or a bad disk leaves it."""
+    monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(tmp_path))
+    options = {"ctx": 128, "threads": 1, "learn": True, "draft_vocab": 128}
+
+    def text() -> list[int]:
+        with load(pair_of("R", "Q8_0").main, **options) as model:
+            running = model.generate("def f", max_tokens=8, temperature=0, ignore_eos=True)
+            running.read()
+            return running.tokens
+
+    expected = text()
+    kept = [entry.path for entry in CacheFolder().entries()]
+    assert {path.parent.name for path in kept} >= {"heads", "counts", "hashes", "costs"}
+    for path in kept:
+        data = path.read_bytes()
+        damaged = {
+            "empty": b"",
+            "zeros": bytes(len(data)),
+            "half": data[: len(data) // 2],
+            "noise": os.urandom(len(data)),
+        }
+        path.write_bytes(damaged[damage])
+    assert text() == expected
+
+
+# A file that appears whole or not at all
+
+
+def test_a_writer_that_lives_is_not_taken_for_one_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    with whole_file.writing(path) as first:
+        first.write(b"first")
+        with whole_file.writing(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    left = whole_file.part_of(path, "1")
+    left.write_text("half")
+    whole_file.part_of(tmp_path / "other", "1").write_text("half")
+    whole_file.sweep(tmp_path, path.name)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"notes", ".other.1.part"}
+    whole_file.sweep(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
+
+
+def test_an_error_within_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("old")
+    with pytest.raises(LlamaSidecarError), whole_file.writing(path) as file:
+        file.write(b"new")
+        raise LlamaSidecarError("no")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
