@@ -22,6 +22,7 @@ from llama_sidecar.sidecars import open_main
 
 from . import drop_in_arguments as arguments_of
 from . import placement
+from .chat_template import ChatTemplate
 from .completion_text import chunks, text_before
 from .drafter_choice import Speculation
 from .errors import ArgumentError, LoadError, PromptError
@@ -89,6 +90,9 @@ class Llama:
         self.last_n_tokens_size = last_n_tokens_size
         if not Path(model_path).exists():
             raise ArgumentError(f"{model_path}: no such file")
+        for name, number in (("n_ctx", n_ctx), ("n_batch", n_batch)):
+            if not isinstance(number, int):
+                raise ArgumentError(f"{name} {number!r} is not a whole number")
         if hasattr(chat_handler, "clip_model_path"):
             raise ArgumentError("chat_handler: there are no images here: use llama_cpp.Llama")
         main = open_main(model_path)
@@ -449,7 +453,8 @@ class Llama:
         text = text_before(b"".join(map(self._model.vocab.piece, tokens)), request.stop_bytes)
         logprobs = None
         if request.wants_logprobs:
-            each = [self._logprobs_of(request, tokens, i, generation.logprobs[i]) for i in range(len(tokens))]
+            found = generation.logprobs
+            each = [self._logprobs_of(request, tokens, i, found[i]) for i in range(len(tokens))]
             logprobs = {name: [one[name][0] for one in each] for name in _LOGPROBS}
         if request.echo:
             text = f"{request.prompt}{text}"
@@ -494,8 +499,6 @@ class Llama:
 
     def _own_formats(self) -> dict[str, Callable[..., Any]]:
         """The chat templates of the file, under llama-cpp-python's names."""
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
         found = {
             key.removeprefix("tokenizer."): text
             for key, text in self.metadata.items()
@@ -504,13 +507,7 @@ class Llama:
         if "tokenizer.chat_template" in self.metadata:
             found["chat_template.default"] = self.metadata["tokenizer.chat_template"]
         eos, bos = (self._model.vocab.spelling(token) for token in (self.token_eos(), self.token_bos()))
-        made = {}
-        for name, template in found.items():
-            try:
-                made[name] = Jinja2ChatFormatter(template, eos_token=eos, bos_token=bos).to_chat_handler()
-            except Exception as error:  # a stranger's program, which is perhaps never needed
-                made[name] = functools.partial(_fail, f"it is no template: {error}")
-        return made
+        return {name: _handler_of(source, eos, bos) for name, source in found.items()}
 
     def _usual_format(self) -> str:
         """The format that llama_cpp.Llama would take: one it knows the template of, the file's template, or Llama 2's."""
@@ -581,5 +578,16 @@ def _metadata(keys: Mapping[str, Any]) -> dict[str, str]:
     return {key: spelled(value) for key, value in keys.items() if isinstance(value, (str, int, float))}
 
 
-def _fail(reason: str, **_: Any) -> Any:
-    raise ArgumentError(reason)
+def _handler_of(source: str, eos: str, bos: str) -> Callable[..., Any]:
+    """A chat format of llama-cpp-python's, made of a template, which is compiled when it is first used."""
+    from llama_cpp.llama_chat_format import ChatFormatterResponse, chat_formatter_to_chat_completion_handler
+
+    @functools.cache
+    def template() -> ChatTemplate:
+        return ChatTemplate(source, bos=bos, eos=eos)
+
+    def write(**given: Any) -> Any:
+        return ChatFormatterResponse(prompt=template().render(**given), stop=[eos], added_special=True)
+
+    handler: Callable[..., Any] = chat_formatter_to_chat_completion_handler(write)
+    return handler
