@@ -93,7 +93,7 @@ def without_tool_ids(found: Any) -> Any:
     return [without_tool_ids(value) for value in found] if isinstance(found, list) else found
 
 
-@pytest.mark.parametrize("options", COMPLETIONS, ids=str)
+@pytest.mark.parametrize("options", COMPLETIONS, ids=" ".join)
 def test_completions_and_their_chunks_are_llama_cpp_s(
     theirs: Any, ours: Llama, options: dict[str, Any]
 ) -> None:
@@ -134,7 +134,7 @@ def test_seeds_of_texts_that_are_given_none_come_in_the_same_order(theirs: Any, 
         assert same(ours("x", temperature=1.0), theirs("x", temperature=1.0))
 
 
-@pytest.mark.parametrize("options", CHATS, ids=str)
+@pytest.mark.parametrize("options", CHATS, ids=" ".join)
 def test_chats_and_their_chunks_are_llama_cpp_s(theirs: Any, ours: Llama, options: dict[str, Any]) -> None:
     options = {"temperature": 0, **options}
     found, expected = (llm.create_chat_completion(MESSAGES, **options) for llm in (ours, theirs))
