@@ -15,9 +15,10 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from llama_sidecar.scripts._chat import history, reader
-from llama_sidecar.scripts._chat.commands import completions
+from llama_sidecar.scripts._chat.commands import COMMANDS, completions
 from llama_sidecar.scripts._chat.reader import EditorReader
 
+GUIDE = Path(__file__).parents[1] / "docs" / "CHAT.md"
 Type = Callable[[str], "list[str | None]"]
 
 
@@ -117,3 +118,12 @@ def test_without_the_editor_a_plain_line_serves_and_says_what_to_do(monkeypatch:
     lines = ["one\\", "two"]
     monkeypatch.setattr("builtins.input", lambda prompt: lines.pop(0))
     assert found.read() == "one\ntwo"
+
+
+def test_the_guide_lists_the_commands_that_there_are() -> None:
+    shown: dict[object, str] = {}
+    for name, (function, arguments, what) in COMMANDS.items():
+        spelled = f"{name} {arguments}".strip().replace("|", "\\|")
+        shown.setdefault(function, f"| `{spelled}` | {what} |")
+    rows = "\n".join(shown.values())
+    assert rows in GUIDE.read_text("utf-8"), f"put these rows into {GUIDE}:\n{rows}"
