@@ -1,16 +1,18 @@
 # Everything a clone needs, from set-up to a green test run. Settings that can be given on the command line:
 #   PYTHON=python3.12        the Python that .venv is made with (3.10 or newer)
 #   GPU=cuda|vulkan|metal    build llama-cpp-python for a GPU (stays so until GPU=cpu)
+#   FUZZ_SECONDS=60          how long each reader is fuzzed
 #   CMAKE_ARGS, CC, CXX, CFLAGS, CXXFLAGS    are passed on to that build
 
 PYTHON ?= $(shell .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
 GPU =
+FUZZ_SECONDS = 60
 SETUP = @command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON) found; install Python 3.10 or newer, or name one: make PYTHON=..." >&2; exit 1; }; \
 	$(PYTHON) scripts/dev/setup_venv.py --gpu "$(GPU)"
 
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test sanitize format wheel lock sbom reproduce clean
+.PHONY: help demo test sanitize fuzz format wheel lock sbom reproduce clean
 .NOTPARALLEL:
 
 help: ## List the targets (the default)
@@ -32,6 +34,12 @@ test: ## Set up, then check format, lint and types, and run all tests
 sanitize: ## Run the native code's tests under AddressSanitizer and UBSan (half an hour at most)
 	$(SETUP)
 	.venv/bin/python scripts/dev/sanitize.py
+
+fuzz: ## Read files broken on purpose, FUZZ_SECONDS (60) of each sort
+	$(SETUP)
+	@.venv/bin/python -m pip install -q -c constraints.txt atheris || echo "without atheris: nothing guides the inputs to new code"
+	.venv/bin/python scripts/dev/fuzz/readers.py --seconds $(FUZZ_SECONDS)
+	.venv/bin/python scripts/dev/fuzz/models.py --seconds $(FUZZ_SECONDS)
 
 format: ## Format the code and mend what the linter can
 	$(SETUP) --tools-only

@@ -22,6 +22,7 @@ from llama_sidecar.converter.shards import Stored, Tensor, read_bin, read_safete
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
+MAX_JSON_BYTES = 1 << 28  # of a small file: the largest tokenizers have 35 MB
 N_READERS = 8  # shards whose headers are read at a time: the place may be far away
 
 
@@ -81,8 +82,10 @@ def read_config(place: Place) -> Config:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises NotACheckpoint when it holds anything else."""
+    """The JSON object in a file. Raises NotACheckpoint when it holds anything else, or far more than any checkpoint's."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
         value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except (OSError, ValueError, RecursionError) as error:
         raise NotACheckpoint(f"{path} cannot be read as JSON: {error}") from error

@@ -41,7 +41,10 @@ BYTES: dict[str, F32] = {  # the number that each byte stands for
     name: np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     for name, dtype in (("F8_E4M3", ml_dtypes.float8_e4m3fn), ("F8_E5M2", ml_dtypes.float8_e5m2))
 } | {"F8_E8M0": np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)}
-MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors format sets itself
+MAX_HEADER_BYTES = (
+    1 << 25
+)  # the format allows 100 MB, of which JSON makes gigabytes; 91,000 tensors need 11 MB
+MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,13 @@ def read_safetensors(file: WeightFile) -> dict[str, Stored]:
     """The tensors of one safetensors file, after its whole header has been checked (format: huggingface/safetensors)."""
     prefix = _read(file, 0, min(8, file.n_bytes))
     header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-    if not 2 <= header_bytes <= MAX_HEADER_BYTES or header_bytes > file.n_bytes - 8:
+    if not 2 <= header_bytes <= file.n_bytes - 8:
         raise BadShard(
             f"{file.where} declares a header of {header_bytes} bytes and has {file.n_bytes}: it is truncated or no safetensors"
+        )
+    if header_bytes > MAX_HEADER_BYTES:
+        raise BadShard(
+            f"{file.where} declares a header of {header_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are read: it is damaged"
         )
     try:
         header = json.loads(_read(file, 8, header_bytes).decode(), object_pairs_hook=_unique)
@@ -159,9 +166,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(value: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions; at most {MAX_DIMS} are expected")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop)):
         raise ValueError(f"sizes {shape} at {start}..{stop}")
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"unknown data type {dtype!r}")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{stop - start} bytes for {dtype} of shape {shape}")

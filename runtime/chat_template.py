@@ -214,6 +214,12 @@ def _check_widths(values: Iterable[Any]) -> None:
             raise _Beyond(f"pads to {value:,} columns; at most {MAX_WIDTH:,} are made")
 
 
+def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
+    added = width if isinstance(width, int) else len(str(width))
+    if str(text).count("\n") * added > MAX_SIZE:
+        raise _Beyond(f"makes more than {MAX_SIZE:,} characters")
+
+
 def _check_replace(text: str, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
     if isinstance(old, str) and isinstance(new, str) and (text.count(old) * len(new)) > MAX_SIZE:
         raise _Beyond(f"makes more than {MAX_SIZE:,} characters")
@@ -356,14 +362,8 @@ def _guarded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
             _weighed(value)
         if name in _WIDE_FILTERS:
             _check_widths([*values[1:], *options.values()])
-            if name == "indent" and values and str(values[0]).count("\n") * MAX_WIDTH > MAX_SIZE:
-                _check_widths(
-                    [
-                        10 * MAX_WIDTH * abs(width)
-                        for width in [*values[1:], *options.values()]
-                        if type(width) is int and width > 64
-                    ]
-                )
+            if name == "indent":
+                _check_indent(*values, **options)
         elif name == "format":
             _check_format(values[0])
         elif name == "replace":

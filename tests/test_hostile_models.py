@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import drafts
 import gguf_edit
 import models
 import pytest
+import tiny_gguf
 from checkpoints import has_head, make_checkpoint
 from gguf_edit import Edit
 
@@ -235,6 +237,60 @@ def test_it_is_refused_in_one_line(
     with pytest.raises(kind, match=match) as error:
         opened(path, name)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+H, KV, K, V = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+)
+N, ROT, SECTIONS, WINDOW = (
+    "embedding_length",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+    "attention.sliding_window",
+)
+EXPERTS, USED, GROUPS, CHOSEN = (
+    "expert_count",
+    "expert_used_count",
+    "expert_group_count",
+    "expert_group_used_count",
+)
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys of models that people have
+    "qwen2": {N: 3584, H: 28, KV: 4},
+    "qwen3moe": {N: 2048, H: 32, KV: 4, K: 128, V: 128, EXPERTS: 128, USED: 8},
+    "llama": {N: 4096, H: 32, KV: 8, ROT: 128, "rope.scaling.type": "none"},
+    "gemma3": {N: 1152, H: 4, KV: 1, K: 256, V: 256, WINDOW: 512},
+    "phi2": {N: 2560, H: 32, ROT: 32},
+    "chatglm": {N: 4096, H: 32, KV: 2, ROT: 64},
+    "glm4": {N: 4096, H: 32, KV: 2, ROT: 64, SECTIONS: [8, 12, 12, 0]},
+    "glm4moe": {N: 4096, H: 96, KV: 8, K: 128, V: 128, ROT: 64, SECTIONS: [0, 0, 0, 0]},
+    "qwen2vl": {N: 3584, H: 28, KV: 4, SECTIONS: [16, 24, 24, 0]},
+    "minimax-m2": {N: 3072, H: 48, KV: 8, K: 128, V: 128, ROT: 64, EXPERTS: 256, USED: 8},
+    "nemotron": {N: 6144, H: 48, KV: 8, ROT: 64},
+    "stablelm": {N: 2048, H: 32, KV: 4, ROT: 16},
+    "deepseek2": {
+        N: 7168, H: 128, KV: 1, K: 576, V: 512, ROT: 64, "attention.key_length_mla": 192, "attention.kv_lora_rank": 512,
+        "attention.value_length_mla": 128, EXPERTS: 256, USED: 8, GROUPS: 8, CHOSEN: 4, "expert_gating_func": 2,
+    },
+    "deepseek": {N: 2048, H: 16, KV: 16, ROT: 128, EXPERTS: 64, USED: 6},
+    "gpt-oss": {N: 2880, H: 64, KV: 8, K: 64, V: 64, EXPERTS: 32, USED: 4, WINDOW: 128, "rope.scaling.type": "yarn"},
+    "lfm2": {N: 2048, H: [32, 32], KV: [0, 8]},
+    "deci": {N: 8192, H: [64, 0], KV: [8, 0], "feed_forward_length": [28672, 0]},
+    "mamba": {N: 768, "ssm.conv_kernel": 4, "ssm.inner_size": 1536, "ssm.state_size": 16, "ssm.time_step_rank": 48},
+    "granitehybrid": {N: 1536, H: [0, 12], KV: [0, 4], "ssm.group_count": 1, "ssm.inner_size": 3072, EXPERTS: 0, USED: 0},
+    "rwkv7": {N: 768, H: 0},
+    "gpt2": {N: 768, H: 12, KV: 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", PUBLISHED)
+def test_what_people_have_is_not_refused(arch: str, tmp_path: Path) -> None:
+    """Sizes as the published files have them, of which some look odd; the tensors are of a toy."""
+    given = {f"{arch}.{key}": value for key, value in PUBLISHED[arch].items()}
+    sound = tiny_gguf.main_keys(arch=arch) | given
+    opened(tiny_gguf.write(tmp_path / "main.gguf", arch, sound, tiny_gguf.main_tensors()), "main")
 
 
 @pytest.mark.parametrize("name", ["R", "T", "mimo2-joined", "deepseek4-plain"])

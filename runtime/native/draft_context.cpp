@@ -44,6 +44,7 @@ void DraftContext::get(ByteReader & in) {
     llama_pos n_cells = 0;
     in.get(n_cells);
     in.get(cells);
+    if (n_cells < 0 || n_cells > INT32_MAX / 2) throw std::invalid_argument("a saved state has an impossible number of cells");
     clear();
     if (api().state_seq_set_data(ctx_, cells.data(), cells.size(), 0, 0) == 0) {
         throw LibraryError("llama.cpp could not take over the drafter's cells (" + std::to_string(cells.size()) + " bytes)");

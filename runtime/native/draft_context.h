@@ -93,7 +93,9 @@ class WaitingRows {
     void get(ByteReader & in) {
         in.get(first_);
         in.get(rows_);
-        if (first_ < 0 || rows_.size() % width_ != 0) throw std::invalid_argument("a saved state has rows of another width");
+        if (first_ < 0 || rows_.size() % width_ != 0 || size() > size_t(INT32_MAX - first_)) {
+            throw std::invalid_argument("a saved state has rows of another width, or more than there are positions");
+        }
     }
 
     const float * row(size_t i) const { return rows_.data() + i * width_; }

@@ -13,12 +13,14 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ class Seed:
 # Sound files
 
 
-def seeds(folder: Path, only: str = "") -> Iterator[Seed]:
+def seeds(folder: Path, known: Collection[str] = ()) -> Iterator[Seed]:
     """A model of each family, with its sidecar where it has one, and those that runtime's tests are made of."""
     import drafts
     import models
@@ -83,7 +85,8 @@ def seeds(folder: Path, only: str = "") -> Iterator[Seed]:
             )
         )
     for name, make in wanted.items():
-        if re.search(only, name):
+        if name not in known:
+            shutil.rmtree(folder / f"tiny-{name}", ignore_errors=True)  # of a run that was cut short
             yield from both(name, *make())
 
 
@@ -384,8 +387,6 @@ def _use(main: Path, sidecar: Path | None) -> str:
     except LlamaSidecarError as error:
         return f"refused {type(error).__name__}: {error}"
     except Exception as error:
-        import traceback
-
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"raised {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})\n{traceback.format_exc()}"
 
@@ -408,6 +409,31 @@ def smaller(
     return edits
 
 
+class Tally:
+    """What became of the cases, and one of each kind of fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "models.json"
+        self.counts, self.faults = Counter[str](), dict[str, Any]()
+
+    def __str__(self) -> str:
+        parts = [f"{n:,} {what}" for what, n in self.counts.most_common()]
+        return f"{sum(self.counts.values()):,} models: {', '.join(parts)}; {len(self.faults)} kinds of fault"
+
+    def is_new(self, outcome: Outcome, edits: list[Edit]) -> bool:
+        ended = (
+            "refused by us" if outcome.ours else "ran" if outcome.text == "ran" else "refused by llama.cpp"
+        )
+        self.counts["ended the process" if outcome.fault else ended] += 1
+        return outcome.fault is not None and signature(outcome.fault, edits) not in self.faults
+
+    def keep(self, seed: Seed, edits: list[Edit], outcome: Outcome) -> None:
+        fault = {"seed": seed.name, "edits": edits, "fault": str(outcome.fault)[:300]}
+        self.faults[signature(str(outcome.fault), edits)] = fault
+        print(json.dumps(fault)[:600], flush=True)
+        self.file.write_text("\n".join(map(json.dumps, self.faults.values())) + "\n")
+
+
 @click.command()
 @click.option("--seconds", type=float, default=60, show_default=True)
 @click.option("--only", default="", help="A pattern that the names of seeds must contain.")
@@ -417,7 +443,7 @@ def smaller(
     type=click.Path(path_type=Path),
     default=ROOT / ".build" / "fuzz",
     show_default=True,
-    help="Where faults are kept.",
+    help="Where faults are kept, and the sound models.",
 )
 @click.option(
     "--again",
@@ -432,11 +458,10 @@ def command(seconds: float, only: str, number: int, keep: Path, again: Path | No
     llama()
     keep.mkdir(parents=True, exist_ok=True)
     rng, names = random.Random(number), vocabulary()
+    found = _kept_seeds(keep / "seeds", only)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["LLAMA_SIDECAR_CACHE"] = str(folder / "cache")
-        found = _seeds_in_a_child(folder, only)
-        case, stderr = folder / "case.gguf", folder / "stderr"
+        case, stderr = Path(name) / "case.gguf", Path(name) / "stderr"
+        os.environ["LLAMA_SIDECAR_CACHE"] = str(Path(name) / "cache")
 
         def attempt(seed: Seed, edits: list[Edit]) -> Outcome:
             edited = gguf_edit.read(seed.sidecar or seed.main)
@@ -446,38 +471,21 @@ def command(seconds: float, only: str, number: int, keep: Path, again: Path | No
                 return Outcome("", None)
             return run(seed.main, case, stderr) if seed.sidecar else run(case, None, stderr)
 
-        for seed in list(found):
-            outcome = attempt(seed, [])
-            if outcome.text != "ran":
-                print(f"seed {seed.name} does not run: {outcome.text[:300]} {outcome.fault}", flush=True)
-                found.remove(seed)
         if again:
             _again(again, {seed.name: seed for seed in found}, attempt)
-        counts, faults = Counter[str](), dict[str, Any]()
+        tally = Tally(keep)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the tally so far
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            seed = rng.choice(found)
-            edits = Editor(seed, names, rng).edits()
-            outcome = attempt(seed, edits)
-            counts["cases"] += 1
-            counts[
-                "ran"
-                if outcome.text == "ran"
-                else "refused by us"
-                if outcome.ours
-                else "refused by llama.cpp"
-                if not outcome.fault
-                else "faults"
-            ] += 1
-            if outcome.fault:
-                mark = signature(outcome.fault, edits)
-                if mark not in faults:
-                    edits = smaller(seed, edits, outcome.fault, attempt)
-                    faults[mark] = {"seed": seed.name, "edits": edits, "fault": outcome.fault[:300]}
-                    print(json.dumps(faults[mark])[:600], flush=True)
-                    (keep / "models.json").write_text("\n".join(map(json.dumps, faults.values())) + "\n")
-        print(f"{dict(counts)}, {len(faults)} kinds of fault", flush=True)
-    sys.exit(1 if faults else 0)
+        try:
+            while time.monotonic() < end:
+                seed = rng.choice(found)
+                edits = Editor(seed, names, rng).edits()
+                outcome = attempt(seed, edits)
+                if tally.is_new(outcome, edits):
+                    tally.keep(seed, smaller(seed, edits, outcome.fault or "", attempt), outcome)
+        finally:
+            print(tally, flush=True)
+    sys.exit(1 if tally.faults else 0)
 
 
 def _again(path: Path, found: dict[str, Seed], attempt: Callable[[Seed, list[Edit]], Outcome]) -> None:
@@ -498,24 +506,28 @@ def _again(path: Path, found: dict[str, Seed], attempt: Callable[[Seed, list[Edi
     sys.exit(1 if n_faults else 0)
 
 
-def _seeds_in_a_child(folder: Path, only: str) -> list[Seed]:
-    """Written in a process of its own: converting and fitting compute, after which this one could not fork safely."""
+def _kept_seeds(folder: Path, only: str) -> list[Seed]:
+    """The sound models, of which those that are not there yet are written by a process of its own: one that has computed cannot fork
+    safely."""
+    names = folder / "seeds.json"
+    made: list[list[str]] = json.loads(names.read_text()) if names.exists() else []
     child = os.fork()
     if child == 0:
         try:
-            made = [[s.name, str(s.main), str(s.sidecar or "")] for s in seeds(folder, only)]
-            (folder / "seeds.json").write_text(json.dumps(made))
+            folder.mkdir(parents=True, exist_ok=True)
+            for seed in seeds(folder, {name for name, *_ in made}):
+                made.append([seed.name, str(seed.main), str(seed.sidecar or "")])
+                names.write_text(json.dumps(made))
             os._exit(0)
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         os._exit(1)
     if os.waitpid(child, 0)[1]:
-        sys.exit("error: the seeds could not be written")
+        sys.exit("error: the sound models could not be written")
     return [
         Seed(name, Path(main), Path(sidecar) if sidecar else None, gguf_edit.read(Path(sidecar or main)))
-        for name, main, sidecar in json.loads((folder / "seeds.json").read_text())
+        for name, main, sidecar in json.loads(names.read_text())
+        if re.search(only, name)
     ]
 
 

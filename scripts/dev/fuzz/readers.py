@@ -1,7 +1,7 @@
 """Feeds the readers of files from strangers with broken ones: coverage-guided (atheris), with mutations that know the format.
 
-One TARGET is one reader. It may return or raise our own error, whose text is one line; anything else it raises, a second of
-time or a gibibyte of memory is a fault, and the input is kept. Inputs that reach new lines are kept too, in a folder of each
+One TARGET is one reader. It may return or raise our own error, whose text is one line; anything else it raises, a minute or
+a gibibyte of memory is a fault, and the input is kept. Inputs that reach new lines are kept too, in a folder of each
 target, and a later run goes on from them. Without atheris inputs are mutated blindly. Knows which functions read what; no rule
 of any format.
 """
@@ -41,7 +41,7 @@ from llama_sidecar.sidecars.errors import MAX_MESSAGE
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_BYTES = 4096
-SECONDS, MEBIBYTES = 5, 1024  # of one input
+SECONDS, MEBIBYTES = 60, 1024  # of one input, on a busy machine
 INTERESTING = [
     0,
     1,

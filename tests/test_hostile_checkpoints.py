@@ -1,0 +1,169 @@
+"""Checkpoints from strangers: headers and configurations made to break their reader are one line, in bounded time and memory.
+
+Nothing of a checkpoint is run: pickles go through torch's weights-only loader, templates are copied. Links and names that lead
+out of the folder test_checkpoint.py has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, tiny_config, write_json
+
+from llama_sidecar.converter import checkpoint, convert, dry_run
+from llama_sidecar.converter.errors import BadShard, ConversionError, NotACheckpoint
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def refused(folder: Path, kind: type[ConversionError] = ConversionError) -> str:
+    with pytest.raises(kind) as error:
+        dry_run(folder, folder.parent)
+    text = str(error.value)
+    assert text.isprintable() and len(text) <= 8000
+    return text
+
+
+def shard(header: bytes, data: int = 8, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + bytes(data)
+
+
+def with_entry(**changes: Any) -> bytes:
+    return shard(json.dumps({"x": ENTRY | changes}).encode())
+
+
+SHARDS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "truncated or no safetensors"),
+    "a length alone": (struct.pack("<Q", 2), "truncated or no safetensors"),
+    "a length of 2^63": (shard(b"{}", length=1 << 63), "declares a header of 9223372036854775808 bytes"),
+    "no JSON": (shard(b"{{"), "broken safetensors header"),
+    "no object": (shard(b"[1, 2]"), "broken safetensors header"),
+    "no UTF-8": (shard(b'{"\xff": 1}'), "broken safetensors header"),
+    "deep": (shard(b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "broken safetensors header"),
+    "a long integer": (shard(b'{"x": ' + b"9" * 5000 + b"}"), "broken safetensors header"),
+    "an entry that is none": (shard(b'{"x": 7}'), "broken safetensors header"),
+    "a name twice": (shard(b'{"x": 1, "x": 1}'), "a name occurs twice"),
+    "a type that is a list": (with_entry(dtype=["F32"]), "unknown data type"),
+    "an unknown type": (with_entry(dtype="F3"), "unknown data type 'F3'"),
+    "a negative size": (with_entry(shape=[-2]), "sizes"),
+    "a size that is true": (with_entry(shape=[True, 2]), "sizes"),
+    "a size that is no integer": (with_entry(shape=[2.0]), "sizes"),
+    "a size of 2^63": (with_entry(shape=[2**63]), "sizes"),
+    "sizes whose product is 2^64": (with_entry(shape=[2**32, 2**32]), "8 bytes for F32"),
+    "a million dimensions": (with_entry(shape=[2**62] * 1_000_000), "1000000 dimensions; at most 8"),
+    "offsets the wrong way": (with_entry(data_offsets=[8, 0]), "-8 bytes for F32"),
+    "three offsets": (with_entry(data_offsets=[0, 4, 8]), "broken safetensors header"),
+    "a gap": (with_entry(data_offsets=[4, 12]), "overlap or leave a gap"),
+    "more than the file": (shard(json.dumps({"x": ENTRY}).encode(), data=7), "is truncated"),
+    "an overlap": (shard(json.dumps({"x": ENTRY, "y": ENTRY}).encode()), "overlap or leave a gap"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_broken_header_is_one_line(name: str, tmp_path: Path) -> None:
+    data, match = SHARDS[name]
+    write_json(tmp_path / "config.json", tiny_config("qwen35", "tied"))
+    (tmp_path / "model.safetensors").write_bytes(data)
+    started = time.monotonic()
+    assert match in refused(tmp_path, BadShard)
+    assert time.monotonic() - started < 10
+
+
+def test_a_header_of_a_hundred_megabytes_is_not_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", tiny_config("qwen35", "tied"))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 100_000_000))
+        file.truncate(200_000_000)
+    tracemalloc.start()
+    assert "declares a header of 100,000,000 bytes; at most 33,554,432" in refused(tmp_path, BadShard)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+
+
+NONSENSE: dict[str, Any] = {
+    "null": None, "negative": -1, "zero": 0, "huge": 2**63, "a googol": 10**100, "a fraction": 0.5, "not a number": float("nan"),
+    "infinity": float("inf"), "a text": "64", "a list": [64], "an object": {"x": 64}, "true": True,
+}  # fmt: skip
+SHAPING = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+SIZES = (*SHAPING, "vocab_size",
+         "head_dim", "rms_norm_eps", "max_position_embeddings", "linear_num_value_heads", "full_attention_interval")  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NONSENSE)
+def test_a_configuration_of_nonsense_is_one_line(value: str, tmp_path: Path) -> None:
+    """What cannot be told from the configuration alone shows in the tensors' shapes, or is left to a default of the class."""
+    folder = make_checkpoint(tmp_path)
+    sound = tiny_config("qwen35", "tied")
+    for name in SIZES:
+        if name in sound:
+            write_json(folder / "config.json", sound | {name: NONSENSE[value]})
+            try:
+                report = dry_run(folder, tmp_path)
+            except ConversionError as error:
+                assert str(error).isprintable()
+            else:
+                assert report.mismatch or name not in SHAPING or value == "null", name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "7", '"x"', "{", '{"a": ' + "[" * 200_000, "\x00", "{}", '{"architectures": []}', '{"architectures": {"x": 1}}',
+     '{"architectures": [["x"]]}', '{"architectures": ["X"], "text_config": {"architectures": [7]}}', '{"a": ' + "9" * 5000 + "}"],
+    ids=range(13),
+)  # fmt: skip
+def test_a_configuration_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (folder / "config.json").write_text(text)
+    refused(folder)
+
+
+def test_small_files_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path)
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(checkpoint.MAX_JSON_BYTES + 1)
+    assert "at most 268,435,456 are read" in refused(folder, NotACheckpoint)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert "has no config.json" in refused(folder, NotACheckpoint)
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    write_json(tmp_path / "config.json", tiny_config("qwen35", "tied"))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": _Bomb(tmp_path / "ran")}))
+    assert "cannot be read by torch" in refused(tmp_path, BadShard)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_template_is_copied_and_not_run(tmp_path: Path) -> None:
+    """convert() looks for no more than that it is text."""
+    folder = make_checkpoint(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "chat_template.jinja").write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    started = time.monotonic()
+    assert convert(folder, tmp_path / "out", "Q8_0").main
+    assert time.monotonic() - started < 60
