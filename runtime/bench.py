@@ -285,8 +285,10 @@ def measure(
     seed: int = 0,
     shaping: Mapping[str, Any] | None = None,
     accept: str = "match",
+    depth: int | None = None,
     budget_s: float | None = None,
     synthetic_length: float | None = None,
+    source: Mapping[str, Any] | None = None,
     progress: Progress = lambda done, total: None,
     on_pair: Callable[[Pair], None] = lambda pair: None,
 ) -> Report:
@@ -299,8 +301,10 @@ def measure(
         temperature, seed: of both runs of a pair.
         shaping: further settings of `Sampling`, of both runs too.
         accept: the rule by which drafts stand, as in `Session.generate`; by "reject" the texts of a pair are not the same.
+        depth: drafts in every round (default: the model's setting, which may be pace's choice).
         budget_s: seconds for all of it: texts are shortened, then pairs left out, and the report says so.
         synthetic_length: coins of this mean accepted length stand in for verification; the text is then meaningless.
+        source: where the figures come from (default: `provenance(model)`, which reads all of its files).
         progress: called with the tokens done and the tokens in all.
         on_pair: called with each pair when it is done.
 
@@ -322,13 +326,17 @@ def measure(
         )
     if budget_s is not None and not budget_s > 0:
         raise PromptError(f"a budget of {budget_s} seconds is no time at all")
-    if synthetic_length is not None and model.paced:
+    if depth is not None and not 1 <= depth <= model.max_depth:
+        raise PromptError(f"depth {depth} is not between 1 and {model.max_depth}, what drafts here allows")
+    paced = model.paced and depth is None
+    depth = model.depth if depth is None else depth
+    if synthetic_length is not None and paced:
         raise PromptError("coins of one mean accepted length need one depth: name it with --depth")
-    coin = None if synthetic_length is None else p_accept(synthetic_length, model.depth)
+    coin = None if synthetic_length is None else p_accept(synthetic_length, depth)
     deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
     found, warnings = usable(model, prompts, n)
     report = Report(
-        [prompt for prompt, _ in found], model.depth, n, temperature, seed, synthetic_length, model.paced
+        [prompt for prompt, _ in found], depth, n, temperature, seed, synthetic_length, paced
     )
     report.accept = accept
     report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
@@ -337,8 +345,12 @@ def measure(
         report.warnings.append(
             f"plain rounds have {n_rows} rows too (--exact), and are slower than without it"
         )
-    report.source = provenance(model)
-    with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as spec:
+    report.source = dict(provenance(model) if source is None else source)
+    own_depth = None if paced else depth
+    with (
+        model.session(spec_type="none", learn=False) as plain,
+        model.session(learn=False, depth=own_depth) as spec,
+    ):
         bench = _Bench(
             report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(found)), progress=progress
         )

@@ -37,5 +37,9 @@ class CacheError(LlamaSidecarError):
     """The cache folder cannot be used: not writable, full, or locked for too long."""
 
 
+class ReportError(LlamaSidecarError):
+    """Results that cannot be read, drawn or written."""
+
+
 class HeadsUnavailable(LlamaSidecarError):
     """There is no compact head; the message says why, and the full head serves instead."""

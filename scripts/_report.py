@@ -17,6 +17,64 @@ def summary(report: Report) -> str:
     return f"{table(['', ''], everything)}\n\n{table(columns, _tasks(report))}"
 
 
+def study_summary(study: Mapping[str, Any]) -> str:
+    """The row of the run as it is used, then the speed-ups at each depth and temperature."""
+    parts = [row(study["bench"])]
+    tasks = study["bench"]["tasks"]
+    parts.append(table(["kind of text", *_SPEEDS], [(name, *_speeds(part)) for name, part in tasks.items()]))
+    if study["depths"]:
+        rows = [
+            (str(part["depth"]), *_speeds(part), _two(part.get("predicted")), _two(part["bound"]))
+            for part in study["depths"]
+        ]
+        parts.append(table(["depth", *_SPEEDS, "predicted", "bound"], rows))
+    if study["temperatures"]:
+        rows = [(f"{part['temperature']:g}", *_speeds(part)) for part in study["temperatures"]]
+        parts.append(table(["temperature", *_SPEEDS], rows))
+    return "\n\n".join(parts)
+
+
+_SPEEDS = ("plain tok/s", "speculative tok/s", "speed-up", "L")
+
+
+def _speeds(part: Mapping[str, Any]) -> tuple[str, ...]:
+    speeds = f"{part['plain_tok_s']:.1f}", f"{part['spec_tok_s']:.1f}", f"{part['speedup']:.2f}"
+    return *speeds, f"{part['mean_accepted_length']:.2f}"
+
+
+def _two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def row(data: Mapping[str, Any]) -> str:
+    """One run as one row of a table, with its heading: to paste under those of other machines.
+
+    Args:
+        data: what `Report.to_json` gives.
+    """
+    low, high = data["speedup_spread"]
+    main, drafter, machine = data["main"], data["drafter"], data["machine"]
+    equal = {True: "equal", False: "differ", None: "not compared"}[data.get("tokens_equal")]
+    cells = {
+        "model": f"{main.get('name') or main['file']} {main['type']}",
+        "drafter": f"{drafter['kind']} {drafter['type']}"
+        if "file" in drafter
+        else f"{drafter['kind']} inside",
+        "hardware": f"{machine['cpu']}, {data['threads']} threads",
+        "backend": str(data["backend"]),
+        "depth": f"auto, at most {data['depth']}" if data.get("paced") else str(data["depth"]),
+        "texts": f"{', '.join(data['tasks'])}; {data['n']} tokens, temperature {data['temperature']:g}",
+        "plain tok/s": f"{data['plain_tok_s']:.1f}",
+        "speculative tok/s": f"{data['spec_tok_s']:.1f}",
+        "speed-up": f"**{data['speedup']:.2f}** ({low:.2f} to {high:.2f})",
+        "L": f"{data['mean_accepted_length']:.2f}",
+        "bound": f"{data['bound']:.2f}",
+        "token ids": equal,
+        "version": f"{data['version']} (llama.cpp {data['llama_cpp']['commit']})",
+    }
+    return table(list(cells), [tuple(cells.values())])
+
+
 def _what_ran(report: Report) -> Iterator[tuple[str, str]]:
     source = report.source
     main, machine, library = source["main"], source["machine"], source["llama_cpp"]
