@@ -11,12 +11,13 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from llama_sidecar.sidecars import whole_file
 
 from .bench import Report, measure
 from .costs import Costs, costs_for
@@ -212,7 +213,7 @@ def _check_texts(texts: Any, others: Sequence[Any]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file whole or not at all: beside it first, then in its place.
+    """Writes a file whole or not at all.
 
     Raises:
         ReportError: it cannot be written.
@@ -220,24 +221,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     Example:
         >>> write_text("out.html", "<!doctype html>")                           # doctest: +SKIP
     """
-    target = Path(path)
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        if Path(path).exists() and not Path(path).is_file():
+            raise ReportError(f"{path} cannot be written: it is there, and no file")
+        with whole_file.writing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found

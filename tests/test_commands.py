@@ -107,7 +107,7 @@ def test_bench_prints_a_table_that_can_be_pasted(main: Path) -> None:
     assert all(line.startswith("|") and line.endswith("|") for line in lines if line)
     rows = ("speed-up", "L / v(3)", "equal in all", "mtp-main.gguf", "hardware", "prose", "code", "c = ")
     assert all(row in result.stdout for row in rows)
-    assert "2 of 6 (the file has no chat template" in result.stderr  # the built-in chat prompts
+    assert "2 of 10 (the file has no chat template" in result.stderr  # the built-in chat prompts
 
 
 def test_bench_json_is_one_object_and_says_that_coins_are_coins(main: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -280,12 +281,14 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(study.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ReportError, match="cannot be written: No space left"):
         write_text(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(ReportError, match="cannot be written"):
         write_text(tmp_path / "none" / "out.html", "new")
+    with pytest.raises(ReportError, match="it is there, and no file"):
+        write_text("/dev/null", "new")
 
 
 # The command
