@@ -145,14 +145,30 @@ def test_chats_and_their_chunks_are_llama_cpp_s(theirs: Any, ours: Llama, option
     assert same(without_tool_ids(found), without_tool_ids(expected))
 
 
-def test_named_chat_formats_are_llama_cpp_s(demo: Path, theirs: Any) -> None:
-    with Llama(demo, n_ctx=300, n_threads=1, verbose=False, kernels="stock", chat_format="llama-2") as llm:
-        theirs.chat_format, usual = "llama-2", theirs.chat_format
-        try:
-            expected = theirs.create_chat_completion(MESSAGES, max_tokens=16, temperature=0)
-        finally:
-            theirs.chat_format = usual
-        assert same(llm.create_chat_completion(MESSAGES, max_tokens=16, temperature=0), expected)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-2", {}),
+        ("chatml-function-calling", {"tools": [TOOL]}),
+        ("chatml-function-calling", {"tools": [TOOL], "tool_choice": "auto"}),
+        ("chatml-function-calling", {"tools": [TOOL], "tool_choice": CALL}),
+    ],
+    ids=["llama-2", "tools", "auto", "call"],
+)
+def test_named_chat_formats_are_llama_cpp_s(
+    theirs: Any, ours: Llama, name: str, options: dict[str, Any]
+) -> None:
+    usual = theirs.chat_format
+    assert ours.chat_format == usual
+    try:
+        ours.chat_format = theirs.chat_format = name
+        found, expected = (
+            llm.create_chat_completion(MESSAGES, max_tokens=32, temperature=0, **options)
+            for llm in (ours, theirs)
+        )
+    finally:
+        ours.chat_format = theirs.chat_format = usual
+    assert same(without_tool_ids(found), without_tool_ids(expected))
 
 
 def test_a_schema_and_a_required_call_that_llama_cpp_would_ignore_are_kept_to(ours: Llama) -> None:

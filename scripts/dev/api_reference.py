@@ -42,7 +42,7 @@ def page() -> str:
         parts = [INTRODUCTION]
         for module in modules:
             parts += of_module(
-                module, [exported(name, module, loader.modules_collection) for name in module.exports]
+                module, [exported(name, module, loader.modules_collection) for name in module.exports or []]
             )
     return "\n".join(parts).rstrip() + "\n"
 
