@@ -326,16 +326,27 @@ def test_a_lock_that_is_behind_is_told_so(setup: ModuleType, asked: str, lock: s
 
 def test_the_bill_of_materials_has_what_is_required_and_what_is_compiled_in() -> None:
     supply = importlib.import_module("supply")
-    parts = [{"bom-ref": name} for name in ("root", "numpy", "pytest", "pluggy")]
-    needs = {"root": ["numpy"], "numpy": [], "pytest": ["pluggy", "numpy"], "pluggy": []}
+    parts = [{"bom-ref": name, "name": name} for name in ("root", "numpy", "starlette", "anyio", "pytest")]
+    listed = {"root": ["numpy", "starlette", "pytest"], "starlette": ["anyio", "pytest"], "pytest": ["numpy"]}
+    needs = {"starlette": ["anyio"], "pytest": ["numpy"]}
     bill = {
         "metadata": {"component": parts[0]},
         "components": parts[1:],
-        "dependencies": [{"ref": name, "dependsOn": more} for name, more in needs.items()],
+        "dependencies": [{"ref": part["name"], "dependsOn": listed.get(part["name"], [])} for part in parts],
     }
-    made = supply.with_compiled_in(supply.what_is_required(bill))
-    assert [one["bom-ref"] for one in made["components"]] == ["numpy"]
-    assert [one["ref"] for one in made["dependencies"]] == ["root", "numpy"]
+    made = supply.with_compiled_in(supply.what_is_required(bill, needs, {"numpy"}, {"starlette"}))
+    assert {one["name"]: one.get("scope") for one in made["components"]} == {
+        "numpy": None,
+        "starlette": "optional",
+        "anyio": "optional",
+    }
+    assert {one["ref"]: one["dependsOn"] for one in made["dependencies"]} == {
+        "root": ["numpy", "starlette"],
+        "numpy": [],
+        "starlette": ["anyio"],
+        "anyio": [],
+    }
+    assert set(supply.user_extras(supply.pyproject())) >= {"starlette>=1.0", "matplotlib>=3.8"}
     named = {one["name"] for one in made["metadata"]["component"]["components"]}
     notice = (ROOT / "NOTICE").read_text()
     assert named == {"nanobind", "robin-map"} and all(name.replace("-", "_") in notice for name in named)

@@ -9,10 +9,12 @@ uv and cyclonedx-bom, which do the first two, are kept in an environment of thei
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from hashlib import sha256
@@ -20,13 +22,36 @@ from pathlib import Path
 from typing import Any
 
 from machine_check import Problem
-from setup_venv import BUILD, CONSTRAINTS, LOCK, ROOT, VENV, WHEELS, locked, run, wheel_sources
+from setup_venv import (
+    BUILD,
+    CONSTRAINTS,
+    LOCK,
+    ROOT,
+    VENV,
+    WHEELS,
+    dependencies,
+    locked,
+    package_name,
+    pyproject,
+    run,
+    wheel_sources,
+)
 
 TOOLS = BUILD / "supply"
 TOOLS_IN, TOOLS_LOCK = ROOT / "requirements" / "supply.in", ROOT / "requirements" / "supply.lock"
 OLDEST_PYTHON = "3.10"
 HEAD = "# Made by `make lock` from {source}: do not edit.\n"
 SCHEMA = "1.6"  # of CycloneDX
+
+NEEDS = """
+import json
+from importlib.metadata import distributions
+from packaging.requirements import Requirement
+def needs(distribution):
+    found = map(Requirement, distribution.requires or [])
+    return [one.name for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+print(json.dumps({one.metadata["Name"]: needs(one) for one in distributions()}))
+"""
 
 # What is compiled into the native module: nothing that is installed says so.
 COMPILED_IN = (("nanobind", "BSD-3-Clause"), ("robin-map", "MIT"))
@@ -117,7 +142,11 @@ def sbom() -> Path:
     os.chdir(ROOT)
     command = [str(tools / "cyclonedx-py"), "environment", *options, "-o", str(whole), str(VENV)]
     run(command, "cyclonedx-py", SOURCE_DATE_EPOCH="")
-    bill = with_compiled_in(what_is_required(json.loads(whole.read_text())))
+    required, optional = (
+        set(map(package_name, part)) for part in (dependencies(pyproject()), user_extras(pyproject()))
+    )
+    bill = what_is_required(json.loads(whole.read_text()), installed_needs(), required, optional)
+    bill = with_compiled_in(bill)
     path = WHEELS / f"llama-sidecar-{bill['metadata']['component']['version']}.cdx.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(bill, indent=1, sort_keys=True) + "\n")
@@ -129,18 +158,61 @@ def sbom() -> Path:
     return path
 
 
-def what_is_required(bill: dict[str, Any]) -> dict[str, Any]:
-    """A bill of an environment, without what the project does not require to run: the tools that test and build it."""
-    root = bill["metadata"]["component"]
-    requires = {one["ref"]: one.get("dependsOn", []) for one in bill["dependencies"]}
-    found, to_do = {root["bom-ref"]}, [root["bom-ref"]]
+def what_is_required(
+    bill: dict[str, Any], needs: dict[str, list[str]], required: set[str], optional: set[str]
+) -> dict[str, Any]:
+    """A bill of an environment, without what only tests and builds the project.
+
+    `needs` are the names of what each package needs without extras, which the bill does not tell from those with; `required` and
+    `optional` the names of what the project asks for by itself and in extras.
+    """
+    always, found = _reached(required, needs), _reached(required | optional, needs)
+    root = bill["metadata"]["component"]["bom-ref"]
+    named = {one["bom-ref"]: package_name(one["name"]) for one in bill["components"]}
+    components = [
+        one if named[one["bom-ref"]] in always else {**one, "scope": "optional"}
+        for one in bill["components"]
+        if named[one["bom-ref"]] in found
+    ]
+    dependencies = []
+    for one in bill["dependencies"]:
+        own = required | optional if one["ref"] == root else needs.get(named[one["ref"]], [])
+        if one["ref"] == root or named[one["ref"]] in found:
+            dependencies.append(
+                {**one, "dependsOn": [to for to in one.get("dependsOn", []) if named.get(to) in own]}
+            )
+    return {**bill, "components": components, "dependencies": dependencies}
+
+
+def _reached(start: set[str], needs: dict[str, list[str]]) -> set[str]:
+    found, to_do = set(start), list(start)
     while to_do:
-        more = set(requires.get(to_do.pop(), ())) - found
+        more = set(needs.get(to_do.pop(), ())) - found
         found |= more
         to_do += more
-    components = [one for one in bill["components"] if one["bom-ref"] in found]
-    dependencies = [one for one in bill["dependencies"] if one["ref"] in found]
-    return {**bill, "components": components, "dependencies": dependencies}
+    return found
+
+
+def installed_needs() -> dict[str, list[str]]:
+    """What each package in `.venv` needs there without any of its extras, by name."""
+    found = subprocess.run(
+        [str(VENV / "bin/python"), "-c", NEEDS], check=True, capture_output=True, text=True
+    ).stdout
+    return {
+        package_name(name): [package_name(need) for need in needs]
+        for name, needs in json.loads(found).items()
+    }
+
+
+def user_extras(text: str) -> list[str]:
+    """The requirements of pyproject.toml's extras that make up `all`: those that a user may want."""
+    names = re.search(r'^all = \["llama-sidecar\[([\w,-]+)\]"\]$', text, re.MULTILINE)
+    if not names:
+        raise Problem(
+            'pyproject.toml has no line `all = ["llama-sidecar[...]"]` among its optional dependencies'
+        )
+    found = re.findall(rf"^(?:{names[1].replace(',', '|')}) = (\[.*\])$", text, re.MULTILINE)
+    return [requirement for extra in found for requirement in ast.literal_eval(extra)]
 
 
 def with_compiled_in(bill: dict[str, Any]) -> dict[str, Any]:
