@@ -242,16 +242,18 @@ class Model:
             device=settings.device,
             ours=self.kernels.ours,
         )
+        # Whether a drafter's best tokens are taken on its device: on the CPU there is no way to save, and our search is faster.
+        self.picks_on_backend = self.gpu_layers != 0 and settings.device != "none" and bool(placement.gpus())
         self.head_weights = self.weights
         if head is not None:
-            n_layers = (
-                placement.ALL_LAYERS if self.gpu_layers else 0
-            )  # the drafter goes where the output goes
+            # The drafter goes where the output goes.
+            on_gpu = self.gpu_layers != 0
+            device = (placement.output_device(settings.device) if on_gpu else None) or settings.device
             self.head_weights = Weights(
                 head,
                 with_head=chosen.is_head,
-                n_gpu_layers=n_layers,
-                device=settings.device,
+                n_gpu_layers=placement.ALL_LAYERS if on_gpu else 0,
+                device=device,
                 ours=self.kernels.ours,
                 writable=compact_head is not None,
             )

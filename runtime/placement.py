@@ -45,6 +45,7 @@ CACHE_BITS = {
     "q4_0": 4.5,
     "iq4_nl": 4.5,
 }
+DISCRETE_GPU, INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 
 
@@ -97,18 +98,35 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """GPUs that the loaded llama.cpp has a backend for, with their free memory."""
+    """GPUs that llama.cpp places layers on, in its order, with their free memory.
+
+    Integrated ones (Jetson, DGX Spark, APUs) count where there is no other, as in llama.cpp's own choice (src/llama.cpp).
+    """
     if not llama().llama_supports_gpu_offload():
         return []
     ggml = _ggml()
-    found = []
+    found: dict[int, list[Gpu]] = {DISCRETE_GPU: [], INTEGRATED_GPU: []}
     for i in range(ggml.ggml_backend_dev_count()):
         device = ggml.ggml_backend_dev_get(i)
-        if ggml.ggml_backend_dev_type(device) == 1:  # GGML_BACKEND_DEVICE_TYPE_GPU
+        kind = ggml.ggml_backend_dev_type(device)
+        if kind in found:
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            found.append(Gpu(ggml.ggml_backend_dev_name(device).decode(), free.value))
-    return found
+            found[kind].append(Gpu(ggml.ggml_backend_dev_name(device).decode(), free.value))
+    return found[DISCRETE_GPU] or found[INTEGRATED_GPU]
+
+
+def output_device(device: str | None) -> str | None:
+    """The device of the target's output layer, where a drafter belongs: of several the last; None where there is no choice.
+
+    Args:
+        device: the user's device names, as for `device_list`, or None.
+
+    >>> output_device("CUDA0,CUDA1"), output_device("none")
+    ('CUDA1', None)
+    """
+    names = [name.strip() for name in device.split(",")] if device else [gpu.name for gpu in gpus()]
+    return names[-1] if len(names) > 1 else None
 
 
 def devices() -> list[str]:

@@ -117,6 +117,7 @@ class Session:
                 if draft is not None:
                     contexts.append(draft)
                     options["draft_ctx"] = address(draft)
+                options["picks_on_backend"] = model.picks_on_backend
                 self._draft_vocab = model.draft_vocab
             with model.turns:  # it may compute
                 self._natives.append(_native.Session(address(target), vocab=self._draft_vocab, **options))

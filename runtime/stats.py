@@ -8,6 +8,17 @@ from typing import Any
 
 from . import _native
 
+# What native/traffic.h counts.
+TRAFFIC = (
+    "n_decodes",
+    "n_graphs_reused",
+    "n_syncs",
+    "logits_bytes",
+    "hidden_bytes",
+    "fed_bytes",
+    "state_bytes",
+)
+
 
 @dataclass
 class Stats:
@@ -24,6 +35,9 @@ class Stats:
     `depth` is the largest that a round may have: every round's, or as far as pace may go.
     `generate_s` runs from the first token on, without the time the caller spends between pieces; `rest_s` of it is neither
     drafting nor verifying nor choosing.
+    `n_decodes` to `state_bytes` are of the rounds: decodes of target and drafter, how many of them ran the graph of the one before,
+    calls that waited for the backend, and the bytes that crossed between host and device: logits and hidden rows to the host,
+    hidden rows fed to the drafter, states either way (native/traffic.h). The CPU counts as a device.
     `waiting` is how OpenMP's threads waited at the end: "spin 1 ms" at most ("spin" where libgomp was loaded before us), "sleep"
     while others used some of the processors, "as it is" where the user or the system decides.
 
@@ -55,6 +69,13 @@ class Stats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     accept_s: float = 0.0
+    n_decodes: int = 0
+    n_graphs_reused: int = 0
+    n_syncs: int = 0
+    logits_bytes: int = 0
+    hidden_bytes: int = 0
+    fed_bytes: int = 0
+    state_bytes: int = 0
     coverage: float | None = None
     waiting: str = ""
     _drafted_at: list[int] = field(default_factory=list)
@@ -68,10 +89,14 @@ class Stats:
         self.n_ngram_drafted, self.n_ngram_accepted = counts.n_ngram_drafted, counts.n_ngram_accepted
         self.draft_s, self.verify_s, self.accept_s = counts.draft_s, counts.verify_s, counts.accept_s
         self._drafted_at, self._accepted_at = counts.drafted_at, counts.accepted_at
+        for name in TRAFFIC:
+            setattr(self, name, getattr(counts.traffic, name))
 
     def include(self, other: Stats) -> None:
         """Adds the counts and seconds of another generation."""
-        summed = [f.name for f in fields(self) if f.name.endswith("_s") or f.name.startswith("n_")]
+        summed = [
+            f.name for f in fields(self) if f.name.startswith("n_") or f.name.endswith(("_s", "_bytes"))
+        ]
         for name in summed:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for counts, others in (

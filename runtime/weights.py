@@ -169,6 +169,7 @@ def make_draft_context(
         params.ctx_other = other
     borrows_output = other is not None and not is_head
     params.n_outputs_max = params.n_batch if borrows_output else 1
+    params.n_outputs_max_per_seq = params.n_outputs_max  # of those that a backend may sample
     return _make(weights, params, "draft")
 
 

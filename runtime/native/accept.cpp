@@ -92,7 +92,7 @@ int32_t argmax(const float * values, int32_t n) {
     return 0;  // every value is NaN
 }
 
-int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
+int32_t accept(Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
                std::vector<llama_token> & out) {
     const int32_t n_drafts = int32_t(drafts.size());
     const int32_t n_vocab = target.n_vocab();

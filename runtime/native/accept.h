@@ -44,7 +44,7 @@ int32_t argmax(const float * values, int32_t n);
 // Walks the rows of the target's last decode, which was [last, drafts...]: appends to `out` the accepted drafts and
 // then the target's own next token. Stops at the first row whose choice is not the draft, or that ends the text
 // (unless `ignore_eog`). Returns how many drafts were accepted.
-int32_t accept(const Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
+int32_t accept(Target & target, const std::vector<llama_token> & drafts, Chooser & chooser, bool ignore_eog,
                std::vector<llama_token> & out);
 
 }  // namespace sidecar

@@ -218,7 +218,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
                DraftVocab * vocab, float min_confidence, const std::vector<llama_token> & script,
-               int32_t n_right, bool hidden_rows, bool looks_up) {
+               int32_t n_right, bool hidden_rows, bool looks_up, bool picks_on_backend) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
@@ -231,12 +231,12 @@ NB_MODULE(_native, m) {
                 options.script = script;
                 options.n_right = n_right;
                 options.hidden_rows = hidden_rows;
-                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab, looks_up);
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab, looks_up, picks_on_backend);
                 release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
             nb::keep_alive<1, 5>(), "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0, "vocab"_a.none() = nb::none(),
             "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0,
-            "hidden_rows"_a = true, "looks_up"_a = false)
+            "hidden_rows"_a = true, "looks_up"_a = false, "picks_on_backend"_a = false)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)
@@ -307,6 +307,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("n_slots", [](Session & self) { return self.target().n_slots(); })
         .def_prop_ro("recurrent", [](Session & self) { return self.target().recurrent(); })
         .def_prop_ro("can_rewind", [](Session & self) { return !self.target().recurrent() || self.target().n_slots() > 0; })
+        .def_prop_ro("traffic", &Session::traffic, "What its decodes have moved so far.")
         .def_prop_ro("n_restores", [](Session & self) { return self.target().n_restores(); })
         .def_prop_ro("dirty", [](Session & self) { return self.target().dirty(); });
 
@@ -320,6 +321,15 @@ NB_MODULE(_native, m) {
             "piece"_a)
         .def("finish", &TextStream::finish, nb::kw_only(), "cut"_a = false)
         .def_prop_ro("stopped", &TextStream::stopped);
+
+    nb::class_<Traffic>(m, "Traffic", "What decodes move between host and devices: see traffic.h.")
+        .def_ro("n_decodes", &Traffic::n_decodes)
+        .def_ro("n_graphs_reused", &Traffic::n_graphs_reused)
+        .def_ro("n_syncs", &Traffic::n_syncs)
+        .def_ro("logits_bytes", &Traffic::logits_bytes)
+        .def_ro("hidden_bytes", &Traffic::hidden_bytes)
+        .def_ro("fed_bytes", &Traffic::fed_bytes)
+        .def_ro("state_bytes", &Traffic::state_bytes);
 
     nb::class_<Counts>(m, "Counts")
         .def_ro("n_rounds", &Counts::n_rounds)
@@ -335,7 +345,8 @@ NB_MODULE(_native, m) {
         .def_ro("n_chosen", &Counts::n_chosen)
         .def_ro("draft_s", &Counts::draft_s)
         .def_ro("verify_s", &Counts::verify_s)
-        .def_ro("accept_s", &Counts::accept_s);
+        .def_ro("accept_s", &Counts::accept_s)
+        .def_ro("traffic", &Counts::traffic);
 
     nb::class_<Generation>(m, "Generation", "A text: rounds one after another until it ends. See generation.h.")
         .def(

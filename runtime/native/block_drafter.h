@@ -22,6 +22,7 @@ class BlockDrafter : public Drafter {
     void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) override;
     std::vector<int32_t> layers() const override { return layers_; }
     int32_t max_depth() const override { return block_size_ - first_; }
+    DraftContext * context() override { return &ctx_; }
 
   protected:
     // `kind` is for messages; `first` is the block's first row that predicts a token: 0 is the known token's.

@@ -13,12 +13,13 @@
 #include "bytes.h"
 #include "llama_api.h"
 #include "picker.h"
+#include "traffic.h"
 
 namespace sidecar {
 
 class DraftContext {
   public:
-    // Does not own `ctx`. Throws std::invalid_argument when it is null; `kind` says whose context is missing.
+    // Does not own `ctx`, which decodes nothing any more once this is gone. Throws std::invalid_argument when it is null; `kind` says whose context is missing.
     DraftContext(llama_context * ctx, const char * kind);
     ~DraftContext();
     DraftContext(const DraftContext &) = delete;
@@ -29,8 +30,12 @@ class DraftContext {
     // Forgets the cells from position n on.
     void trim(llama_pos n);
 
-    // All cells, as llama.cpp serialises them, and back. Throws LibraryError when it refuses.
-    void put(ByteWriter & out) const;
+    // The cells, as llama.cpp serialises them: all of them (flags 0) or what cannot be trimmed (STATE_PARTIAL_ONLY); and back,
+    // where n_cells() is the caller's business. Throws LibraryError when it refuses.
+    std::vector<uint8_t> state(uint32_t flags);
+    void set_state(const std::vector<uint8_t> & state, uint32_t flags);
+    // All cells with their number, for a saved session.
+    void put(ByteWriter & out);
     void get(ByteReader & in);
 
     void start();
@@ -39,6 +44,15 @@ class DraftContext {
         n_cells_ = n;
         start();
     }
+    // Whether decodes hand out hidden rows of the output rows alone (`masked`) or of all; drafters that take none leave it out.
+    void hand_out_rows(bool masked);
+
+    // With `wanted` pick() takes the best token as the backend finds it, where the logits are: no logits come to the host, and every
+    // pick must be of best_picker(). Asked before each draft; it comes back late, since each change reserves buffers anew. Does
+    // nothing where the backend cannot.
+    void pick_on_backend(bool wanted);
+    bool picks_on_backend() const { return sampler_ != nullptr; }
+
     // The next cell is of a token, of a row of `width` floats, or of both: token < 0 or row null leaves one out. Copies the row.
     void add(llama_token token, const float * row, size_t width, bool wants_output);
     // Computes the batch as cells that stay, or as rows that leave none. Throws LibraryError when llama.cpp refuses.
@@ -46,10 +60,10 @@ class DraftContext {
     void encode();
 
     // The hidden row (n_embd,) of row i of the last batch, or all of them in order; owned by the context.
-    const float * hidden_row(int32_t i) const;
-    const float * hidden_rows() const;
+    const float * hidden_row(int32_t i);
+    const float * hidden_rows();
     // What `picker` takes of the first n_vocab logits of row i, which are for the tokens `ids` (null: 0 .. n_vocab-1); its index.
-    int32_t pick(Picker & picker, int32_t i, int32_t n_vocab, const llama_token * ids = nullptr) const;
+    int32_t pick(Picker & picker, int32_t i, int32_t n_vocab, const llama_token * ids = nullptr);
 
     llama_context * get() const { return ctx_; }
     const llama_model * model() const { return model_; }
@@ -57,9 +71,14 @@ class DraftContext {
     int32_t n_batch() const { return n_batch_; }
     size_t n_embd() const { return n_embd_; }  // of a hidden row
     int32_t n_vocab() const { return n_vocab_; }
+    Traffic traffic() const;
 
   private:
+    enum class Rows { none, of_outputs, all };
+
     void process(int32_t type);
+    void drop_sampler();
+    void count_state(size_t n_bytes);
 
     llama_context * ctx_;
     const llama_model * model_ = nullptr;
@@ -67,7 +86,12 @@ class DraftContext {
     int32_t n_batch_ = 0, n_vocab_ = 0;
     size_t n_embd_ = 0;
     llama_pos n_cells_ = 0;
-    int32_t n_added_ = 0;
+    int32_t n_added_ = 0, n_outputs_ = 0;  // cells of the batch, and how many of them want an output
+    Rows rows_ = Rows::none;               // that a decode hands out
+    llama_sampler * sampler_ = nullptr;    // of the backend, or null
+    int32_t n_wanted_;                     // drafts in a row that wanted one
+    bool can_pick_ = true;
+    Traffic traffic_;
 };
 
 // Hidden rows that the target has handed over and the drafter has not used yet: those of positions first() .. end()-1.

@@ -25,6 +25,8 @@
 
 namespace sidecar {
 
+class DraftContext;
+
 class Drafter {
   public:
     virtual ~Drafter() = default;
@@ -48,6 +50,9 @@ class Drafter {
 
     // Whether it attends to the target's own cache, which must then hold the standing positions and no more at propose().
     virtual bool reads_cache() const { return false; }
+
+    // Its context, where it has one.
+    virtual DraftContext * context() { return nullptr; }
 
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}

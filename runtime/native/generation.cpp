@@ -41,6 +41,7 @@ std::optional<std::string> Generation::round(Session & session) {
         end_ = End::length;
         return {};
     }
+    const Traffic before = session.traffic();
     int32_t depth = std::min({limits_.depth, limits_.max_tokens - counts_.n_tokens - 1, n_room});
     Found found;
     int32_t n_found = 0;  // that this round verifies
@@ -91,6 +92,8 @@ std::optional<std::string> Generation::round(Session & session) {
     counts_.draft_s += round.draft_s;
     counts_.verify_s += round.verify_s;
     counts_.accept_s += round.accept_s;
+    counts_.traffic += session.traffic();
+    counts_.traffic -= before;
     return shown;
 }
 

@@ -29,6 +29,7 @@ struct Counts {
     int32_t n_tokens = 0;               // of the text
     int32_t n_known = 0, n_chosen = 0;  // of the tokens chosen, the end of text included, how many the head had a row for
     double draft_s = 0.0, verify_s = 0.0, accept_s = 0.0;
+    Traffic traffic;  // of the rounds
 };
 
 // Where an emitted token came from.

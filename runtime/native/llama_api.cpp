@@ -70,7 +70,9 @@ void bind(void * handle) {
     find(found.model_dflash_selector_top_k,
          {"llama_model_dflash_selector_top_k", "_Z33llama_model_dflash_selector_top_kPK11llama_model"});
     find(found.set_causal_attn, {"llama_set_causal_attn"});
-    find(found.synchronize, {"llama_synchronize"});
+    find(found.get_sampled_token_ith, {"llama_get_sampled_token_ith"});
+    find(found.set_sampler, {"llama_set_sampler"});
+    find(found.perf_context, {"llama_perf_context"});
     find(found.get_memory, {"llama_get_memory"});
     find(found.memory_clear, {"llama_memory_clear"});
     find(found.memory_seq_rm, {"llama_memory_seq_rm"});
@@ -98,6 +100,9 @@ void bind(void * handle) {
     find(found.sampler_accept, {"llama_sampler_accept"});
     find(found.sampler_clone, {"llama_sampler_clone"});
     find(found.sampler_free, {"llama_sampler_free"});
+    find(found.sampler_chain_init, {"llama_sampler_chain_init"});
+    find(found.sampler_chain_add, {"llama_sampler_chain_add"});
+    find(found.sampler_init_greedy, {"llama_sampler_init_greedy"});
     find.optional(found.tensor_map, {"llama_internal_get_tensor_map", "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model",
                                      "_Z29llama_internal_get_tensor_mapPK11llama_model"});
     find.optional(found.tensor_n_bytes, {"ggml_nbytes"});

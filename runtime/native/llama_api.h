@@ -32,6 +32,16 @@ struct ggml_type_traits {
     void (*to_float)(const void * from, float * to, int64_t n);
     void (*from_float_ref)(const float * from, void * to, int64_t n);
 };
+// What llama_perf_context returns, by value.
+struct llama_perf_context_data {
+    double t_start_ms, t_load_ms, t_p_eval_ms, t_eval_ms;
+    int32_t n_p_eval, n_eval;
+    int32_t n_reused;  // decodes that ran the graph of the one before
+};
+// What llama_sampler_chain_init takes, by value.
+struct llama_sampler_chain_params {
+    bool no_perf;
+};
 using llama_memory_t = llama_memory_i *;
 using llama_pos = int32_t;
 using llama_token = int32_t;
@@ -89,11 +99,16 @@ struct LlamaApi {
     float * (*get_embeddings_nextn_ith)(llama_context *, int32_t index);
     void (*set_embeddings_layer_inp)(llama_context *, uint32_t layer, bool value);
     float * (*get_embeddings_layer_inp)(llama_context *, uint32_t layer);
-    void (*synchronize)(llama_context *);
+    // the token that the backend sampled for a row, -1 where none was
+    llama_token (*get_sampled_token_ith)(llama_context *, int32_t index);
 
     // what a context computes
     void (*set_nextn_layer_offset)(llama_context *, int32_t);
     void (*set_causal_attn)(llama_context *, bool);
+    // the backend then samples this sequence's output rows, at most n_outputs_max_per_seq a decode, and hands out no logits; null ends
+    // that. False: this chain it cannot. Not owned. The next decode reserves its buffers anew.
+    bool (*set_sampler)(llama_context *, llama_seq_id, llama_sampler *);
+    llama_perf_context_data (*perf_context)(const llama_context *);
 
     // memory and state of sequence 0
     llama_memory_t (*get_memory)(const llama_context *);
@@ -132,6 +147,9 @@ struct LlamaApi {
     void (*sampler_accept)(llama_sampler *, llama_token);
     llama_sampler * (*sampler_clone)(const llama_sampler *);
     void (*sampler_free)(llama_sampler *);
+    llama_sampler * (*sampler_chain_init)(llama_sampler_chain_params);
+    void (*sampler_chain_add)(llama_sampler * chain, llama_sampler * owned);
+    llama_sampler * (*sampler_init_greedy)();
 
     // weights, by name; null where the library does not show them
     const std::vector<std::pair<std::string, ggml_tensor *>> & (*tensor_map)(const llama_model *);

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "draft_context.h"
+
 namespace sidecar {
 
 namespace {
@@ -17,9 +19,12 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab, bool looks_up)
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab, bool looks_up, bool picks_on_backend)
     : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)),
-      ngram_(looks_up ? std::make_unique<Ngram>() : nullptr), vocab_(vocab) {
+      ngram_(looks_up ? std::make_unique<Ngram>() : nullptr), vocab_(vocab),
+      // of all the drafter's tokens, so those must be the target's
+      picks_on_backend_(picks_on_backend && drafter_ && drafter_->context() != nullptr &&
+                        drafter_->context()->n_vocab() <= main_target_.n_vocab()) {
     clear();
 }
 
@@ -86,6 +91,7 @@ Round Session::step(Chooser & chooser, int32_t depth, bool ignore_eog, const std
         if (!is_plain() && n_drafts > 0) {
             if (lacks_rows_) adopt();
             if (drafter_->reads_cache()) target_->settle();
+            if (picks_on_backend_) drafter_->context()->pick_on_backend(&picker == &best_picker());
             picker.begin();
             drafter_->propose(last_, n_drafts, picker, round.drafts);
         }
@@ -199,6 +205,13 @@ std::vector<double> Session::time_rows(const std::vector<llama_token> & tokens, 
         seconds.push_back(seconds_since(mark));
     }
     return seconds;
+}
+
+Traffic Session::traffic() const {
+    Traffic traffic = main_target_.traffic();
+    if (plain_target_) traffic += plain_target_->traffic();
+    if (drafter_ && drafter_->context() != nullptr) traffic += drafter_->context()->traffic();
+    return traffic;
 }
 
 bool Session::see(llama_token token) {

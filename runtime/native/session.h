@@ -52,7 +52,9 @@ class Session {
   public:
     // `ctx` is not owned. Without a drafter every step decodes one row. `vocab` is that of a drafter with a compact head, else null;
     // not owned, must outlive the session. `looks_up` keeps what look_up() needs.
-    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr, bool looks_up = false);
+    // `picks_on_backend` lets the drafter's backend take the best token of each row, wherever drafts are just that.
+    Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr, bool looks_up = false,
+            bool picks_on_backend = false);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -118,6 +120,7 @@ class Session {
     llama_token last() const { return last_; }
     int32_t n_past() const { return target_->n_past(); }
     Target & target() { return *target_; }
+    Traffic traffic() const;  // of all decodes since it was made
 
   private:
     void observe_block();
@@ -133,6 +136,7 @@ class Session {
     DraftVocab * const vocab_;             // of a compact head, else null
     std::vector<llama_token> seen_;        // since its rows were looked after
     bool lacks_rows_ = false;              // for some of seen_
+    const bool picks_on_backend_;
     llama_token last_ = -1;
     std::vector<int32_t> widths_;
 

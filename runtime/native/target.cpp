@@ -88,12 +88,14 @@ std::vector<uint8_t> Target::state() {
     if (api().state_seq_get_data(ctx_, bytes.data(), bytes.size(), 0, 0) != bytes.size()) {
         throw LibraryError("llama.cpp could not save the sequence's state");
     }
+    count_state(bytes.size());
     return bytes;
 }
 
 void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
     reset(false);  // what is restored is all that will be read: zeros would take longer than the state itself
     dirty_ = true;
+    count_state(state.size());
     if (api().state_seq_set_data(ctx_, state.data(), state.size(), 0, 0) == 0) {
         throw LibraryError("llama.cpp could not take over a sequence's state of " + std::to_string(state.size()) + " bytes");
     }
@@ -110,24 +112,27 @@ void Target::clear() { reset(true); }
 
 void Target::reset(bool zero) {
     api().memory_clear(api().get_memory(ctx_), zero);
-    n_past_ = n_cells_ = n_last_rows_ = 0;
+    n_past_ = n_cells_ = n_last_rows_ = n_outputs_ = 0;
     checkpoint_.clear();
     since_.clear();
     dirty_ = false;
 }
 
-const float * Target::logits(int32_t i) const {
-    const float * row = api().get_logits_ith(ctx_, i);
-    if (row == nullptr) {
+const float * Target::logits(int32_t i) {
+    const int32_t output = i - first_output_;
+    if (output >= 0 && output < n_outputs_ && logits_ == nullptr) {
+        logits_ = api().get_logits_ith(ctx_, first_output_);
+        traffic_.n_syncs += 1;
+    }
+    if (output < 0 || output >= n_outputs_ || logits_ == nullptr) {
         throw LibraryError("llama.cpp has no logits for row " + std::to_string(i));
     }
-    return row;
+    return logits_ + size_t(output) * size_t(n_vocab_);
 }
 
 const float * Target::hidden_rows(int32_t n) {
     if (layers_.size() == 1) return layer_rows(layers_[0]);
-    size_t width = 0;
-    for (const int32_t layer : layers_) width += layer_width(layer);
+    const size_t width = hidden_width();
     gathered_.resize(size_t(n) * width);
     float * column = gathered_.data();
     for (const int32_t layer : layers_) {
@@ -139,7 +144,19 @@ const float * Target::hidden_rows(int32_t n) {
     return gathered_.data();
 }
 
-const float * Target::layer_rows(int32_t layer) const {
+Traffic Target::traffic() const {
+    Traffic traffic = traffic_;
+    traffic.n_graphs_reused = api().perf_context(ctx_).n_reused;
+    return traffic;
+}
+
+void Target::count_state(size_t n_bytes) {
+    traffic_.state_bytes += int64_t(n_bytes);
+    traffic_.n_syncs += 1;
+}
+
+const float * Target::layer_rows(int32_t layer) {
+    traffic_.n_syncs += 1;
     const float * rows = layer == LAST_HIDDEN ? api().get_embeddings_nextn(ctx_)
                                               : api().get_embeddings_layer_inp(ctx_, uint32_t(layer));
     if (rows == nullptr) {
@@ -153,8 +170,16 @@ size_t Target::layer_width(int32_t layer) const {
     return size_t(layer == LAST_HIDDEN ? api().model_n_embd_out(model) : api().model_n_embd(model));
 }
 
+size_t Target::hidden_width() const {
+    size_t width = 0;
+    for (const int32_t layer : layers_) width += layer_width(layer);
+    return width;
+}
+
 void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {
     const LlamaApi & llama = api();
+    logits_ = nullptr;
+    n_outputs_ = 0;
     llama.batch_clear(batch_);
     for (int32_t i = 0; i < n; ++i) {
         const llama_pos pos = n_cells_ + i;
@@ -175,6 +200,11 @@ void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {
     }
     n_cells_ += n;
     n_last_rows_ = n;
+    n_outputs_ = outputs == Outputs::all ? n : outputs == Outputs::last ? 1 : 0;
+    first_output_ = n - n_outputs_;
+    traffic_.n_decodes += 1;
+    traffic_.logits_bytes += int64_t(n_outputs_) * n_vocab_ * int64_t(sizeof(float));
+    traffic_.hidden_bytes += int64_t(size_t(n) * hidden_width() * sizeof(float));
 }
 
 void Target::save_checkpoint() {
@@ -183,6 +213,7 @@ void Target::save_checkpoint() {
     if (api().state_seq_get_data(ctx_, checkpoint_.data(), size, 0, STATE_PARTIAL_ONLY) != size) {
         throw LibraryError("llama.cpp could not save the recurrent state (" + std::to_string(size) + " bytes)");
     }
+    count_state(size);
     checkpoint_past_ = n_cells_;
 }
 
@@ -194,6 +225,7 @@ void Target::restore_checkpoint() {
         throw LibraryError("llama.cpp could not restore the recurrent state at position " +
                            std::to_string(checkpoint_past_));
     }
+    count_state(checkpoint_.size());
     n_cells_ = checkpoint_past_;
     if (n_again > 0) {
         run(since_.data(), n_again, Outputs::none);

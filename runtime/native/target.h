@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "llama_api.h"
+#include "traffic.h"
 
 namespace sidecar {
 
@@ -55,8 +56,9 @@ class Target {
     // Forgets everything; also mends a dirty target.
     void clear();
 
-    // Logits (n_vocab,) of row i of the last decode. Owned by the context, valid until the next decode.
-    const float * logits(int32_t i) const;
+    // Logits (n_vocab,) of row i of the last decode, which must be an output row; the first call waits for the backend. Owned by
+    // the context, valid until the next decode.
+    const float * logits(int32_t i);
     // Hidden rows (n, width) of the first n rows of the last decode, in its order; the width is n_embd for each layer.
     // Valid until the next decode or the next call.
     const float * hidden_rows(int32_t n);
@@ -71,12 +73,15 @@ class Target {
     int32_t n_slots() const { return n_slots_; }
     bool recurrent() const { return recurrent_; }
     int64_t n_restores() const { return n_restores_; }
+    Traffic traffic() const;  // of all decodes here
 
   private:
-    const float * layer_rows(int32_t layer) const;
+    const float * layer_rows(int32_t layer);
     size_t layer_width(int32_t layer) const;
+    size_t hidden_width() const;
     void reset(bool zero);  // `zero` also fills llama.cpp's buffers with zeros
     void run(const llama_token * tokens, int32_t n, Outputs outputs);
+    void count_state(size_t n_bytes);
     void save_checkpoint();
     void restore_checkpoint();
 
@@ -92,6 +97,9 @@ class Target {
     int32_t n_cells_ = 0;      // positions the context holds, >= n_past_
     int32_t n_last_rows_ = 0;  // rows of the last decode: what rollback slots can speak about
     bool dirty_ = false;
+    int32_t first_output_ = 0, n_outputs_ = 0;  // rows of the last decode that have logits
+    const float * logits_ = nullptr;            // (n_outputs_, n_vocab_), once somebody has asked
+    Traffic traffic_;
 
     std::vector<uint8_t> checkpoint_;        // recurrent state before the last decode; empty: none
     std::vector<llama_token> since_;         // tokens decoded since that checkpoint

@@ -15,7 +15,7 @@ class DFlash final : public BlockDrafter {
   public:
     explicit DFlash(const DrafterOptions & options)
         : BlockDrafter(options, "dflash"), top_k_(std::max(0, api().model_dflash_selector_top_k(ctx_.model()))) {
-        if (top_k_ > 0) api().set_embeddings_nextn(ctx_.get(), true, false);  // the lattice comes in place of hidden rows
+        if (top_k_ > 0) ctx_.hand_out_rows(false);  // the lattice comes in place of hidden rows
     }
 
   private:

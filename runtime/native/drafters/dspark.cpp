@@ -15,7 +15,7 @@ class DSpark final : public BlockDrafter {
         : BlockDrafter(options, "dspark"), min_confidence_(options.min_confidence) {
         if (meta("dflash.sample_from_anchor") != "false") set_first(0);
         if (meta("dflash.has_confidence_head") == "false") min_confidence_ = 0.0f;
-        if (min_confidence_ > 0.0f) api().set_embeddings_nextn(ctx_.get(), true, true);  // they come in place of hidden rows
+        if (min_confidence_ > 0.0f) ctx_.hand_out_rows(true);  // they come in place of hidden rows
     }
 
   private:

@@ -25,7 +25,7 @@ class Eagle3 final : public Drafter {
         : ctx_(options.ctx, "eagle3"), layers_(target_layers(options)),
           rows_(layers_.size() * size_t(options.n_embd)), max_waiting_(std::min(max_waiting, size_t(ctx_.n_batch()))),
           n_vocab_(std::min(options.n_vocab, ctx_.n_vocab())) {
-        api().set_embeddings_nextn(ctx_.get(), true, true);
+        ctx_.hand_out_rows(true);
     }
 
     void begin() override {
@@ -66,6 +66,8 @@ class Eagle3 final : public Drafter {
     }
 
     std::vector<int32_t> layers() const override { return layers_; }
+
+    DraftContext * context() override { return &ctx_; }
 
     void catch_up() override {
         if (!tokens_.empty()) decode(false);

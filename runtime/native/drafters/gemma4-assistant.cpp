@@ -23,7 +23,7 @@ class Gemma4Assistant final : public Drafter {
             throw std::invalid_argument("the assistant takes hidden rows of " + std::to_string(ctx_.n_embd()) +
                                         ", the target's have " + std::to_string(options.n_embd));
         }
-        api().set_embeddings_nextn(ctx_.get(), true, true);
+        ctx_.hand_out_rows(true);
         begin();
     }
 
@@ -44,7 +44,7 @@ class Gemma4Assistant final : public Drafter {
             ctx_.start_at(pos_);
             ctx_.add(last, row, ctx_.n_embd(), true);
             ctx_.decode();
-            row = ctx_.hidden_row(0);
+            if (i + 1 < n) row = ctx_.hidden_row(0);
             last = ctx_.pick(picker, 0, n_vocab_);
             out.push_back(last);
         }
@@ -67,6 +67,7 @@ class Gemma4Assistant final : public Drafter {
     }
 
     std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
+    DraftContext * context() override { return &ctx_; }
     bool reads_cache() const override { return true; }
 
   private:

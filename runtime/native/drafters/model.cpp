@@ -60,6 +60,8 @@ class DraftModel final : public Drafter {
 
     std::vector<int32_t> layers() const override { return {}; }
 
+    DraftContext * context() override { return &ctx_; }
+
   private:
     size_t n_waiting() const { return text_.size() - n_true_; }
 
@@ -99,16 +101,11 @@ class DraftModel final : public Drafter {
 
     // The recurrent state as of the tokens that stand; cells of attention are dropped by position.
     void save() {
-        state_.resize(api().state_seq_get_size(ctx_.get(), 0, STATE_PARTIAL_ONLY));
-        if (api().state_seq_get_data(ctx_.get(), state_.data(), state_.size(), 0, STATE_PARTIAL_ONLY) != state_.size()) {
-            throw LibraryError("llama.cpp could not save the draft model's recurrent state");
-        }
+        state_ = ctx_.state(STATE_PARTIAL_ONLY);
     }
 
     void restore() {
-        if (api().state_seq_set_data(ctx_.get(), state_.data(), state_.size(), 0, STATE_PARTIAL_ONLY) == 0) {
-            throw LibraryError("llama.cpp could not restore the draft model's recurrent state");
-        }
+        ctx_.set_state(state_, STATE_PARTIAL_ONLY);
         ctx_.trim(llama_pos(n_true_));
     }
 

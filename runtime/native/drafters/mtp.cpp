@@ -62,10 +62,13 @@ class Mtp final : public Drafter {
         n_alone_ = 0;
         drafted_.clear();
         drafted_rows_.clear();
-        for (int32_t i = 0; i < std::min(n, max_depth()); ++i) {
+        n = std::min(n, max_depth());
+        for (int32_t i = 0; i < n; ++i) {
             const int32_t row = i == 0 || is_chain() ? decode(size_t(i), true) : decode_draft();
-            const float * hidden = ctx_.hidden_row(row);
-            drafted_rows_.insert(drafted_rows_.end(), hidden, hidden + rows_.width());
+            if (i + 1 < n) {
+                const float * hidden = ctx_.hidden_row(row);
+                drafted_rows_.insert(drafted_rows_.end(), hidden, hidden + rows_.width());
+            }
             const llama_token * ids = vocab_ == nullptr ? nullptr : vocab_->ids().data();
             const int32_t picked = ctx_.pick(picker, row, n_vocab_, ids);
             drafted_.push_back(ids == nullptr ? picked : ids[picked]);
@@ -75,6 +78,8 @@ class Mtp final : public Drafter {
     }
 
     std::vector<int32_t> layers() const override { return {LAST_HIDDEN}; }
+
+    DraftContext * context() override { return &ctx_; }
 
     int32_t max_depth() const override { return is_chain() ? int32_t(n_true_.size()) : INT32_MAX; }
 
@@ -127,7 +132,7 @@ class Mtp final : public Drafter {
     // against the same cells one by one. Only a row that is surely the first one's is taken for it: rows of a damaged head may
     // be no numbers, and tell nothing.
     void choose_hidden_rows() {
-        api().set_embeddings_nextn(ctx_.get(), true, true);
+        ctx_.hand_out_rows(true);
         if (ctx_.n_batch() < 2) return;  // one row at a time: there is nothing to confuse
         const auto decode_last = [this] {
             const float * row = ctx_.hidden_row(decode(0, true));
@@ -150,7 +155,7 @@ class Mtp final : public Drafter {
         push_second();
         const std::vector<float> found = decode_last();
         const double between = distance(first, second);
-        if (distance(found, first) < 1e-3 * between && between > 0.0) api().set_embeddings_nextn(ctx_.get(), true, false);
+        if (distance(found, first) < 1e-3 * between && between > 0.0) ctx_.hand_out_rows(false);
     }
 
     static double distance(const std::vector<float> & a, const std::vector<float> & b) {
@@ -236,7 +241,7 @@ class Mtp final : public Drafter {
     size_t n_alone_ = 0;               // rows that came one by one, without drafts
     std::vector<float> carry_;         // (n_embd,): the hidden row before the next cell
     std::vector<llama_token> drafted_;
-    std::vector<float> drafted_rows_;  // (drafted_.size(), n_embd): the hidden row before each drafted token
+    std::vector<float> drafted_rows_;  // (drafted_.size() - 1, n_embd): the hidden row before each drafted token but the last
     const DraftVocab * const vocab_;   // of a compact head, else null
     const int32_t n_vocab_;            // logits that may be proposed
 };
