@@ -158,6 +158,15 @@ def test_gpu_tools(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(check.Problem, match=needs) as error:
             check.check_gpu(gpu)
         one_line(error)
+    program(tmp_path, "glslc", "exit 0")
+    monkeypatch.setattr(check, "VULKAN_HEADER", tmp_path / "vulkan_core.h")
+    check.check_gpu("vulkan")  # they may lie elsewhere
+    check.VULKAN_HEADER.write_text("#define VK_HEADER_VERSION 239\n")  # Debian 12
+    with pytest.raises(check.Problem, match=r"1\.3\.272 or newer") as error:
+        check.check_gpu("vulkan")
+    one_line(error)
+    check.VULKAN_HEADER.write_text("typedef struct VkLayerSettingEXT {\n")
+    check.check_gpu("vulkan")
     program(tmp_path, "nvcc", "exit 0")
     check.check_gpu("cuda")
     check.check_gpu("cpu")

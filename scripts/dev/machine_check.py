@@ -23,10 +23,13 @@ HEADERS = {"apt-get": "{python}-dev", "dnf": "python3-devel", "pacman": "python"
 OPENMP = {"apt-get": "gcc g++ libomp-dev", "dnf": "gcc gcc-c++ libomp-devel", "pacman": "gcc openmp"}
 VENV_MODULE = {"apt-get": "{python}-venv", "dnf": "python3", "pacman": "python", "brew": "python"}
 VULKAN = {
-    "apt-get": "glslc libvulkan-dev",
-    "dnf": "glslc vulkan-headers vulkan-loader-devel",
-    "pacman": "shaderc vulkan-devel",
+    "apt-get": "glslc libvulkan-dev spirv-headers",
+    "dnf": "glslc vulkan-headers vulkan-loader-devel spirv-headers-devel",
+    "pacman": "shaderc vulkan-devel spirv-headers",
 }
+
+VULKAN_HEADER = Path("/usr/include/vulkan/vulkan_core.h")
+LAYER_SETTINGS = "VkLayerSettingEXT"  # the newest thing that ggml-vulkan.cpp asks of Vulkan's headers
 
 C_PROGRAM = "#include <stdio.h>\nint main(void) { return 0; }\n"
 CXX_PROGRAM = "#include <optional>\n#include <thread>\nint main() { return std::optional<int>(0).value(); }\n"
@@ -127,7 +130,12 @@ def check_gpu(gpu: str) -> None:
             "GPU=cuda needs NVIDIA's CUDA toolkit: install it and put nvcc on PATH, or name it: CUDACXX=/path/to/nvcc"
         )
     if gpu == "vulkan" and not shutil.which("glslc"):
-        raise Problem(f"GPU=vulkan needs glslc and Vulkan's headers: {fix(VULKAN)}")
+        raise Problem(f"GPU=vulkan needs glslc and the headers of Vulkan and SPIR-V: {fix(VULKAN)}")
+    if gpu == "vulkan" and VULKAN_HEADER.is_file() and LAYER_SETTINGS not in VULKAN_HEADER.read_text():
+        raise Problem(
+            f"GPU=vulkan needs Vulkan's headers of release 1.3.272 or newer, and those in {VULKAN_HEADER.parent} are older: "
+            "install newer ones (LunarG's SDK, or a newer distribution)"
+        )
 
 
 def fix(packages: dict[str, str]) -> str:
