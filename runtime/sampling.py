@@ -154,7 +154,8 @@ class Sampling:
         if not (self.grammar is None or isinstance(self.grammar, str)):
             found.append(f"the grammar {self.grammar!r} is not a text in GBNF")
         breakers = self.dry_sequence_breakers
-        if isinstance(breakers, str) or not all(_is_utf8(text) for text in breakers):
+        is_several = isinstance(breakers, Sequence) and not isinstance(breakers, (str, bytes))
+        if not (is_several and all(_is_utf8(text) for text in breakers)):
             found.append(f"dry_sequence_breakers {breakers!r} are not several texts")
         if not isinstance(self.logit_bias, Mapping):
             return [*found, f"logit_bias {self.logit_bias!r} is not a mapping of token ids to numbers"]

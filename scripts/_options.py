@@ -328,6 +328,11 @@ _SHAPING_OPTIONS = (
         "--presence-penalty", type=float, metavar="X", help="Take X from their logits once.  [default: 0]"
     ),
     click.option(
+        "--penalize-prompt/--no-penalize-prompt",
+        default=None,
+        help="Whether penalties and DRY look at the prompt, too.  [default: they do]",
+    ),
+    click.option(
         "--dry-multiplier",
         type=click.FloatRange(0),
         metavar="X",

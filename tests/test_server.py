@@ -215,27 +215,6 @@ def test_four_clients_at_once_get_what_each_would_alone(client: Any, model: Mode
     assert found == {prompt: direct(model, prompt, max_tokens=120) for prompt in prompts}
 
 
-def test_a_slot_keeps_its_conversation(client: Any) -> None:
-    """Two conversations in turns on two slots: neither costs the other its prefix."""
-    talks = [[{"role": "user", "content": f"{word} {word} {word}"}] for word in ("one", "two")]
-    for turn in range(3):
-        for talk in talks:
-            answer = client.chat.completions.create(
-                model="main",
-                messages=talk,
-                max_tokens=6,
-                temperature=0,
-                seed=1,
-                extra_body={"ignore_eos": True},
-            )
-            n_held = answer.usage.prompt_tokens_details.cached_tokens
-            assert (n_held > 0) == (turn > 0) or "\ufffd" in str(talk)
-            talk += [
-                {"role": "assistant", "content": answer.choices[0].message.content},
-                {"role": "user", "content": "And?"},
-            ]
-
-
 def test_models_are_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["main"]
     assert client.models.retrieve("main").owned_by == "llama-sidecar"

@@ -6,8 +6,10 @@ import contextlib
 import http.client
 import json
 import os
+import runpy
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from llama_sidecar.scripts.__main__ import cli
 
 pytest.importorskip("starlette")
 
+ROOT = Path(__file__).parents[1]
 LONG = {"messages": HELLO, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 3}
 
@@ -98,6 +101,10 @@ def running(server: Served, **fields: Any) -> Iterator[http.client.HTTPResponse]
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),
         ({"store": True}, "nothing is stored"),
         ({"foo": 1}, "unknown: foo"),
+        ({"accept": "all"}, "none of auto, match, reject"),
+        ({"dry_sequence_breakers": 1}, "dry_sequence_breakers"),
+        ({"seed": json.loads("[" * 60 + "]" * 60)}, "seed"),
+        ({"temperature": "x" * 9000}, "xxx..."),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "template failed"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "an image cannot be used"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, "this server takes 2000: shorten it"),
@@ -140,6 +147,10 @@ def test_a_body_that_cannot_be_used_is_refused(server: Served) -> None:
     )
     assert ask(b"\xff")[0] == 400
     assert ask(b"[" * 50_000)[0] == 400
+    assert ask(b"[" * 500 + b"]" * 500) == (
+        400,
+        "the body has more than 64 lists and objects within each other, the most here",
+    )
     assert ask(b"[]") == (400, "the body is []: an object is expected")
     assert ask(b'{"messages": []}', Content_Type="text/plain")[0] == 415
     assert ask(b" " * 200_000)[0] == 413
@@ -224,6 +235,14 @@ def test_only_names_of_this_machine_are_answered_to(server: Served) -> None:
     status, found, _ = server.request("/v1/models", Host="attacker.example:8080")
     assert status == 403 and "attacker.example" in found["error"]["message"]
     assert server.request("/v1/models", Host="localhost:1")[0] == 200
+    assert server.request("/v1/models", Host="[broken")[0] < 500
+
+
+def test_text_that_is_none_breaks_no_answer(server: Served) -> None:
+    fields = {"max_tokens": 2, "echo": True, "user": "\ud800", "ignore_eos": True, "temperature": 0}
+    status, found, _ = server.request("/v1/completions", {"prompt": "a\ud800b", **fields})
+    assert status == 200 and found["choices"][0]["text"].startswith("a?b")
+    server.chat(**{**SHORT, "messages": [{"role": "user", "content": "\ud800"}]})
 
 
 def test_sigterm_lets_running_answers_end_and_refuses_the_rest(main: Path) -> None:
@@ -277,3 +296,16 @@ def test_a_server_for_others_says_so(main: Path) -> None:
     with served(main, "--host", "0.0.0.0", "--spec-type", "none", "--ctx", "512", "--threads", "1") as server:
         assert server.request("/v1/models", Host="box.lan:8080")[0] == 200
     assert any("not this machine alone" in line and "--api-key" in line for line in server.log)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_requests_of_all_sorts_leave_no_slot_stuck_and_memory_flat(main: Path) -> None:
+    """The short form of scripts/dev/soak.py."""
+    soak = runpy.run_path(str(ROOT / "scripts" / "dev" / "soak.py"))["soak"]
+    options = ("--slots", "4", "--queue", "8", "--ctx", "1024", "--depth", "2", "--threads", "1")
+    with served(main, *options) as server:
+        report = soak(server.url, server.process.pid, n_requests=150, n_clients=6)
+        assert report.problems() == [], report
+        assert sum(report.ends.values()) == 150 and report.ends["left"] >= 30
+        assert server.process.poll() is None
+    assert not any("Traceback" in line for line in server.log)

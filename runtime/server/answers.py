@@ -19,6 +19,7 @@ from .requests import Request
 from .tools import Call
 
 News = Sequence["str | Piece"]
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; OpenAI's
 
 
 class Answer:
@@ -165,7 +166,8 @@ class ChatAnswer(Answer):
 
     def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
         data = self._vocab.piece(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
 
 
 class TextAnswer(Answer):
@@ -198,9 +200,10 @@ class TextAnswer(Answer):
         self._n_text = ends.pop()
         return {
             "tokens": [self._vocab.text_of([one.token]) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
+            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in logprobs],
             "top_logprobs": [
-                {self._vocab.text_of([token]): logprob for token, logprob in one.top} for one in logprobs
+                {self._vocab.text_of([token]): max(logprob, LEAST_LOGPROB) for token, logprob in one.top}
+                for one in logprobs
             ],
             "text_offset": ends,
         }

@@ -41,9 +41,11 @@ MIN_CHUNK_S = (
 )
 PING_S = 15.0  # after which a stream that has nothing to say shows that it lives
 BODY_S = 30.0  # that a client may take to send its body
+MAX_DEPTH = 64  # of lists and objects within each other in a body
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PUBLIC = ("/", "/health")
 _PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
+_TOO_DEEP = f"the body has more than {MAX_DEPTH} lists and objects within each other, the most here"
 _log = logging.getLogger("llama_sidecar.server")
 
 
@@ -326,9 +328,26 @@ async def _read_json(http: HttpRequest, n_most: int) -> Any:
     if n > n_most:
         raise RequestError(f"the body is larger than {n_most:,} bytes, the most here", status=413)
     try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error or 'it nests too deeply'}") from None
+        value = json.loads(bytes(body))
+    except RecursionError:
+        raise RequestError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Refuses what nests so deeply that Python might not get through it."""
+    layer = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, (dict, list))
+        )
+        layer = [one for many in inner for one in many]
+        if not layer:
+            return
+    raise RequestError(_TOO_DEEP)
 
 
 @contextlib.asynccontextmanager
@@ -388,7 +407,10 @@ class _Gate:
             self._metrics.count_request(path if path in _PATHS else "other", status)
 
     def _refusal(self, http: HttpRequest) -> RequestError | None:
-        name = http.url.hostname or ""
+        try:
+            name = http.url.hostname or ""
+        except ValueError:  # brackets that do not match
+            name = ""
         if self._limits.hosts and name not in self._limits.hosts:  # a foreign page whose name leads here
             return RequestError(f"the server is not called {name!r} (--allow-host takes names)", status=403)
         if self._limits.api_key is None or http.url.path in _PUBLIC:

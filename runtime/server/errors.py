@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_sidecar.sidecars import LlamaSidecarError
 
+MAX_MESSAGE = 1000  # characters: a value that is wrong may be as long as a body
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -39,4 +40,7 @@ class RequestError(LlamaSidecarError):
     def body(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        message = str(self)
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_MESSAGE]}..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}

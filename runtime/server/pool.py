@@ -166,7 +166,8 @@ class Pool:
         except LoadError as error:
             n = len(self.slots)
             self._close_sessions()
-            raise LoadError(f"slot {n + 1} of {n_slots} cannot be made: {error}") from error
+            fewer = f" (--slots {n} needs less)" if n else ""
+            raise LoadError(f"slot {n + 1} of {n_slots} cannot be made{fewer}: {error}") from error
         except BaseException:
             self._close_sessions()
             raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..reasoning import CLOSE, opens_reasoning
-from ..sampling import Sampling
+from ..sampling import ACCEPT, Sampling
 from ..vocab import Vocab
 from .errors import RequestError
 from .fields import Fields, is_a, shown
@@ -142,6 +142,7 @@ def read_text(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
         )
     tokens = vocab.tokenize(prompt) if isinstance(prompt, str) else prompt
     text = prompt if isinstance(prompt, str) else vocab.text_of(prompt) if echo else ""
+    text = text.encode("utf-8", "replace").decode()  # JSON's escapes may spell what is no text
     return Request(tokens=tokens, options=options, echo=text if echo else "", **common)
 
 
@@ -158,7 +159,12 @@ def _read_common(fields: Fields, client: str) -> dict[str, Any]:
     stream_options.end()
     if has_usage and not stream:
         raise RequestError("stream_options: the request has no stream; leave it out", param="stream_options")
-    options = {name: fields.take(name) for name in (*SAMPLING, "accept")}
+    options = {name: fields.take(name) for name in SAMPLING}
+    options["accept"] = fields.take("accept", str)
+    if options["accept"] not in (None, *ACCEPT):
+        raise RequestError(
+            f"accept {shown(options['accept'])} is none of {', '.join(ACCEPT)}", param="accept"
+        )
     options["depth"] = fields.take("depth", int)
     options["ignore_eos"] = fields.take("ignore_eos", bool, default=False)
     options["logit_bias"] = _logit_bias(fields.take("logit_bias", dict))

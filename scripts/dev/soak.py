@@ -13,6 +13,7 @@ import argparse
 import http.client
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -165,6 +166,7 @@ def main() -> int:
     options = parser.parse_args()
     command = [sys.executable, "-m", "llama_sidecar.scripts", "serve", str(options.main), "--port", "0"]
     command += ["--slots", str(options.slots), "--queue", "8", "--ctx", "1024"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is not left behind
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
