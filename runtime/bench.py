@@ -335,9 +335,7 @@ def measure(
     coin = None if synthetic_length is None else p_accept(synthetic_length, depth)
     deadline = time.perf_counter() + (math.inf if budget_s is None else budget_s)
     found, warnings = usable(model, prompts, n)
-    report = Report(
-        [prompt for prompt, _ in found], depth, n, temperature, seed, synthetic_length, paced
-    )
+    report = Report([prompt for prompt, _ in found], depth, n, temperature, seed, synthetic_length, paced)
     report.accept = accept
     report.shaping = {name: value for name, value in (shaping or {}).items() if value is not None}
     report.warnings += warnings
