@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from . import kernels as small_batch
 from .errors import LoadError
 from .library import forget_errors, last_error, llama
 from .sampling import address
+from .whole_calls import call_whole
 
 N_BATCH = 512
 MAX_DEPTH = 64
@@ -112,11 +114,18 @@ class Weights:
         devices = placement.device_list(device) if device else None
         if devices is not None:
             params.devices = address(devices)
-        forget_errors()
-        with small_batch.placing(ours) if ours else contextlib.nullcontext():
-            self.model: Any = lib.llama_model_load_from_file(os.fsencode(path), params)
-        if not self.model:
-            raise LoadError(f"llama.cpp cannot load {path}: {last_error()}")
+
+        def make(unwanted: threading.Event) -> Any:
+            goes_on = type(params.progress_callback)(lambda share, data: not unwanted.is_set())
+            params.progress_callback = goes_on
+            forget_errors()
+            with small_batch.placing(ours) if ours else contextlib.nullcontext():
+                model = lib.llama_model_load_from_file(os.fsencode(path), params)
+            if not model:
+                raise LoadError(f"llama.cpp cannot load {path}: {last_error()}")
+            return model
+
+        self.model: Any = call_whole(make, lib.llama_model_free)
         self._free = weakref.finalize(self, lib.llama_model_free, self.model)
         self._free.atexit = False  # llm.py sees to that, after the contexts
         self.path = path
@@ -191,8 +200,13 @@ def _params(settings: Settings, n_ctx: int) -> Any:
 
 
 def _make(weights: Weights, params: Any, role: str) -> Any:
-    forget_errors()
-    context = llama().llama_init_from_model(weights.model, params)
-    if not context:
-        raise LoadError(f"llama.cpp cannot make the {role} context ({params.n_ctx} tokens): {last_error()}")
-    return context
+    def make(unwanted: threading.Event) -> Any:
+        forget_errors()
+        context = llama().llama_init_from_model(weights.model, params)
+        if not context:
+            raise LoadError(
+                f"llama.cpp cannot make the {role} context ({params.n_ctx} tokens): {last_error()}"
+            )
+        return context
+
+    return call_whole(make, free_context)

@@ -539,7 +539,7 @@ def test_spaces_in_a_list_of_devices_do_not_lose_a_device_s_memory(
     gpus = [placement.Gpu("CUDA0", 1 << 40), placement.Gpu("CUDA1", 0)]
     monkeypatch.setattr(placement, "gpus", lambda: gpus)
     monkeypatch.setattr(model, "settings", replace(model.settings, device="CUDA1, CUDA0"))
-    assert model._place(None) == placement.ALL_LAYERS
+    assert model._place(None, model.n_ctx) == placement.ALL_LAYERS
 
 
 def test_an_error_in_a_with_block_is_told_although_a_thread_still_generates(pair_of: PairOf) -> None:

@@ -1,7 +1,7 @@
 """Faults by injection: whatever the system refuses, and whenever a process is killed, every file is the old one or the new one.
 
-faults.c lets the nth system call fail or kills the process there; fault_runs.py does so for each n. FAULTS_ALL=1 strikes every call
-that reads too, of which some are picked here.
+faults.c lets the nth system call fail or kills the process there; fault_runs.py does so for each n. FAULTS_ALL=1 strikes
+more of the calls that read.
 """
 
 from __future__ import annotations

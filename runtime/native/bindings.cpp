@@ -358,7 +358,18 @@ NB_MODULE(_native, m) {
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "chooser"_a, "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
             "stop"_a = std::vector<std::string>())
         .def("begin", &Generation::begin, "session"_a, "first"_a, no_gil)
-        .def("rounds", &Generation::rounds, "session"_a, "turns"_a, "seconds"_a = 0.0, no_gil)
+        .def(
+            "rounds",
+            [](Generation & self, Session & session, Turns & turns, double seconds) {
+                std::optional<std::string> shown;
+                {
+                    const nb::gil_scoped_release released;
+                    shown = self.rounds(session, turns, seconds);
+                }
+                turns.pass();  // with the GIL: see release_team above
+                return shown;
+            },
+            "session"_a, "turns"_a, "seconds"_a = 0.0)
         .def("finish", &Generation::finish)
         .def_prop_ro("wants_plain_context", &Generation::wants_plain_context)
         .def_prop_ro(

@@ -20,13 +20,16 @@ std::string Generation::begin(Session & session, llama_token first) {
 std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds) {
     const auto started = std::chrono::steady_clock::now();
     std::optional<std::string> shown;
-    do {
+    while (true) {
         turns.take();
-        const std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
+        std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
         const std::optional<std::string> more = round(session);
-        if (!more) break;
-        shown = shown.value_or("") + *more;
-    } while (std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count() < seconds);
+        if (more) shown = shown.value_or("") + *more;
+        if (!more || std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count() >= seconds) {
+            pass.release();
+            break;
+        }
+    }
     if (!shown) asked_for_context_ |= wants_plain_context_;
     return shown;
 }

@@ -65,9 +65,9 @@ class Generation {
     // The text's first token; returns what of it can be shown. In the model's turn.
     std::string begin(Session & session, llama_token first);
 
-    // One round, or as many as begin within `seconds`, each in a turn of its own; what can be shown of them, which may be nothing
-    // yet. No value when the text has ended or the next round needs something first. What the session, the chooser or `pacing`
-    // throw leaves whole() as it then is.
+    // One round, or as many as begin within `seconds`, each in a turn of its own, the last of which the caller passes on; what can
+    // be shown of them, which may be nothing yet. No value when the text has ended or the next round needs something first. What
+    // the session, the chooser or `pacing` throw leaves whole() as it then is, and has passed the turn.
     std::optional<std::string> rounds(Session & session, Turns & turns, double seconds);
 
     // What was held back, once the text has ended.
