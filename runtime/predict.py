@@ -13,13 +13,12 @@ What others measured on real models stands beside it, each with its source. Know
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import placement
+from . import memory, placement
 from .bench import Report, measure, p_accept
 from .cache_folder import CacheFolder, default_root
 from .costs import Costs
@@ -294,12 +293,12 @@ def _n_head_rows(model: Model) -> int:
 
 def _check_memory(n_bytes: int) -> None:
     """A model that does not fit is read from the disk again for each token: that would measure the disk."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = sum(gpu.free_bytes for gpu in placement.gpus())
-    if n_bytes > memory + free:
+    room = memory.available()
+    on_gpus = sum(gpu.free_bytes for gpu in placement.gpus())
+    if room is not None and n_bytes > room.n_bytes + on_gpus:
         raise LoadError(
-            f"the model takes {n_bytes / 1e9:.1f} GB and this machine has {(memory + free) / 1e9:.1f} GB of memory: "
-            "choose a smaller size or type"
+            f"the model takes {memory.gigabytes(n_bytes)}, and {memory.gigabytes(room.n_bytes + on_gpus)} are left of "
+            f"{room.of}: choose a smaller size or type"
         )
 
 

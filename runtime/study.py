@@ -79,6 +79,10 @@ def run_study(
     own = float(options.get("temperature", 0.0))
     others: list[dict[str, Any]] = [{"depth": depth} for depth in dict.fromkeys(depths) if depth]
     others += [{"temperature": t} for t in dict.fromkeys(temperatures) if t != own]
+    if others and options.get("synthetic_length") is not None:
+        raise PromptError(
+            "coins of one mean accepted length are for one run: leave depths and temperatures out"
+        )
     deadline = time.perf_counter() + budget_s
     costs = costs_for(model) if depths and model.kind else None
 

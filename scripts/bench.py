@@ -127,11 +127,14 @@ def command(
     if drawn:
         check_drawing()
     if results is not None:
+        if click.get_current_context().params["main"] is not None:
+            raise click.UsageError("--from measures nothing: leave MAIN out")
         _show(read_results(results), report, svg, markdown, as_json)
         return
     prompts = _prompts(sources)
-    if drawn:
-        depths, temps = (DEPTHS if depths is None else depths), (TEMPERATURES if temps is None else temps)
+    all_depths = drawn and depths is None and synthetic_length is None
+    if drawn and synthetic_length is None:
+        temps = TEMPERATURES if temps is None else temps
     is_study = drawn or bool(depths) or bool(temps)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -158,7 +161,7 @@ def command(
             bar.update(task, completed=done, total=total, description=f"measuring {part}".rstrip())
 
         if is_study:
-            if drawn and depths == DEPTHS:
+            if all_depths:
                 depths = tuple(depth for depth in DEPTHS if depth <= model.max_depth)
             study = run_study(
                 model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGMLQuantizationType as GGMLType
 
-from llama_sidecar.runtime import LoadError, load, predict, random_model
+from llama_sidecar.runtime import LoadError, load, memory, predict, random_model
 from llama_sidecar.runtime.costs import Costs
 from llama_sidecar.runtime.errors import CacheError
 from llama_sidecar.runtime.predict import Prediction, best_depth, best_speedup
@@ -183,8 +182,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_too_little_memory_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sysconf", lambda name: 1000)
-    with pytest.raises(LoadError, match="memory"):
+    monkeypatch.setattr(memory, "available", lambda: memory.Room(1000, "the control group's limit of 2 kB"))
+    with pytest.raises(LoadError, match="0 MB are left of the control group's limit of 2 kB"):
         predict.predict(TINY, folder=tmp_path / "x")
     assert [*tmp_path.iterdir()] == []
 

@@ -111,6 +111,7 @@ def test_an_interrupted_study_is_what_it_has_until_then(model: Model) -> None:
         ({"temperatures": (-1.0,)}, PromptError, "temperature -1.0 is not between 0 and 10"),
         ({"budget_s": 0.0}, PromptError, "no time at all"),
         ({"depth": 65}, PromptError, "depth 65 is not between 1 and"),
+        ({"synthetic_length": 2.0, "depths": (1,)}, PromptError, "coins of one mean .* are for one run"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(
@@ -327,6 +328,11 @@ def test_a_report_is_measured_and_written_by_one_command(pair_of: PairOf, tmp_pa
 def test_without_a_model_and_without_results_main_is_missing() -> None:
     run = bench("--depths", "1")
     assert run.exit_code == 2 and "Missing argument 'MAIN'" in run.output
+
+
+def test_results_and_a_model_at_once_are_refused(tmp_path: Path) -> None:
+    run = bench("x.gguf", "--from", tmp_path / "results.json")
+    assert run.exit_code == 2 and "leave MAIN out" in run.output
 
 
 @pytest.mark.parametrize("depths", ["1,x", "-1", "65", ""])
