@@ -41,7 +41,7 @@ fi
 tar -xzf "$sdist" -C "$work" --strip-components 1 --wildcards --exclude='*/vendor/llama.cpp/ggml/src/ggml-*/*/kleidiai' \
     '*/LICENSE.md' '*/llama_cpp/*.py' \
     '*/vendor/llama.cpp/'{LICENSE,CMakeLists.txt} '*/vendor/llama.cpp/'{cmake,include,src}/'*' \
-    '*/vendor/llama.cpp/ggml/'{CMakeLists.txt,cmake/'*',include/'*'} '*/vendor/llama.cpp/ggml/src/'{CMakeLists.txt,'*.c','*.cpp','*.h'} \
+    '*/vendor/llama.cpp/ggml/'{CMakeLists.txt,cmake/'*',include/'*'} '*/vendor/llama.cpp/ggml/src/'{CMakeLists.txt,'*.in','*.c','*.cpp','*.h'} \
     '*/vendor/llama.cpp/ggml/src/ggml-'{cpu,cuda,vulkan}/'*'
 mv "$work/vendor/llama.cpp" "$work/llama.cpp"
 (cd "$work/llama.cpp/ggml/src" && find . -mindepth 2 -path './ggml-*' ! -path './ggml-cpu/*' ! -path './ggml-cuda/*' ! -path './ggml-vulkan/*' -delete)

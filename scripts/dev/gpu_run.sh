@@ -66,18 +66,23 @@ build_library() {
     # shellcheck disable=SC2086
     cmake -G Ninja -S "$work/library/llama.cpp" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON \
         -DCMAKE_C_FLAGS="${CFLAGS:-} $no_amx" -DCMAKE_CXX_FLAGS="${CXXFLAGS:-} $no_amx" \
-        -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
+        -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF \
         $backend_args ${CMAKE_ARGS:-} && cmake --build "$work/build" --target llama ggml
 }
 build_project() {
     pip wheel -q --no-index --no-deps --no-build-isolation -w "$work/dist" "$work/project" &&
         pip install -q --no-index --no-deps --no-compile --target "$site" "$work"/dist/*.whl
 }
+library_fails() {
+    fail "llama.cpp does not build, or not within $limit s: $(grep -m1 -iE 'error|fatal' "$out/build-library.log" || tail -1 "$out/build-library.log")"
+}
 build_project > "$out/build-project.log" 2>&1 & project=$!
 build_library > "$out/build-library.log" 2>&1 & library=$!
 ( sleep "$(left)"; kill "$library" "$project" 2> /dev/null ) > /dev/null 2>&1 & watch=$!
+wait -n || true  # whichever ends first may have failed: no need to wait for the other
+kill -0 "$library" 2> /dev/null || wait "$library" || library_fails
 wait "$project" || fail "llama-sidecar does not build: $(grep -m1 -i error "$out/build-project.log" || tail -1 "$out/build-project.log")"
-wait "$library" || fail "llama.cpp does not build, or not within $limit s: $(grep -m1 -iE 'error|fatal' "$out/build-library.log" || tail -1 "$out/build-library.log")"
+wait "$library" || library_fails
 kill "$watch" 2> /dev/null || true
 find "$work/build" -name 'lib*.so*' -exec cp -P {} "$site/llama_cpp/lib/" \;
 "$PYTHON" -c 'from llama_sidecar.runtime import placement, load; print("devices:", placement.gpus() or "CPU only")' 2>&1 | tail -1 | tee -a "$out/run.log"
