@@ -40,6 +40,7 @@ fuzz: ## Read files broken on purpose, FUZZ_SECONDS (60) of each sort
 	@.venv/bin/python -m pip install -q -c constraints.txt atheris || echo "without atheris: nothing guides the inputs to new code"
 	.venv/bin/python scripts/dev/fuzz/readers.py --seconds $(FUZZ_SECONDS)
 	.venv/bin/python scripts/dev/fuzz/models.py --seconds $(FUZZ_SECONDS)
+	.venv/bin/python scripts/dev/fuzz/native.py --seconds $(FUZZ_SECONDS)
 
 format: ## Format the code and mend what the linter can
 	$(SETUP) --tools-only

@@ -162,9 +162,10 @@ def _of_dat(path: Path, file: BinaryIO) -> Imatrix:
         name, n_calls, n_values = text(integer()), integer(), integer()
         if not name or n_calls < 0 or not 0 < n_values <= n_bytes // 4:
             raise _no_imatrix(path, f"has no name and size where entry {i + 1} of {n_entries} begins")
-        values = np.frombuffer(file.read(4 * n_values), "<f4").astype(np.float32)
-        if values.size != n_values:
+        data = file.read(4 * n_values)
+        if len(data) != 4 * n_values:
             raise _no_imatrix(path, f"ends within entry {i + 1} of {n_entries}")
+        values = np.frombuffer(data, "<f4").astype(np.float32)
         entries[name] = values / np.float32(n_calls) if n_calls else values
     n_chunks = integer()
     return Imatrix(path, entries, text(integer()), max(n_chunks, 0))

@@ -19,7 +19,8 @@ import pytest
 from checkpoints import make_checkpoint, tiny_config, write_json
 
 from llama_sidecar.converter import checkpoint, convert, dry_run
-from llama_sidecar.converter.errors import BadShard, ConversionError, NotACheckpoint
+from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint
+from llama_sidecar.converter.imatrix import read_imatrix
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -167,3 +168,26 @@ def test_a_template_is_copied_and_not_run(tmp_path: Path) -> None:
     started = time.monotonic()
     assert convert(folder, tmp_path / "out", "Q8_0").main
     assert time.monotonic() - started < 60
+
+
+FORMS = {  # found by scripts/dev/fuzz/readers.py
+    "step35-plain": {"swiglu_limits_shared": -0.0, "rope_theta": []},
+    "cohere2moe-rms": {"mlp_layer_types": 7},
+    "gemma4-layered": {"layer_types": [["x"]] * 4, "hidden_size_per_layer_input": "16"},
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FORMS.items() for key in keys])
+def test_a_value_of_another_form_is_one_line(name: str, key: str, tmp_path: Path) -> None:
+    arch, variant = name.split("-")
+    folder = make_checkpoint(tmp_path, arch, variant)
+    write_json(folder / "config.json", tiny_config(arch, variant) | {key: FORMS[name][key]})
+    assert key in refused(folder)
+
+
+def test_an_importance_matrix_that_ends_within_a_number_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "imatrix.dat"
+    name = b"blk.0.a.weight"
+    path.write_bytes(struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii", 1, 2) + bytes(7))
+    with pytest.raises(BadImatrix, match="ends within entry 1 of 1"):
+        read_imatrix(path)

@@ -191,6 +191,8 @@ def expert_group_keys(config: Config, n_experts: int) -> dict[str, Key]:
 
 def limits(config: Config, name: str, n_blocks: int) -> list[float]:
     """What a list of config.json clamps each block's gated values to; 0 does not clamp, nor does what the list leaves out."""
+    if not isinstance(config[name], list):
+        raise BadConfig(f"config.json has {name} = {config[name]!r}; expected a list of numbers")
     said = [checked_number(name, limit or 0) for limit in config[name]]
     return (said + [0.0] * n_blocks)[:n_blocks]
 

@@ -72,6 +72,8 @@ def _n_dense(config: Config) -> int:
     types = config.get("mlp_layer_types")
     if types is None:
         return _parts.n_dense(config)
+    if not isinstance(types, list):
+        raise BadConfig(f"config.json has mlp_layer_types = {types!r}; expected a list of texts")
     n_dense = next((i for i, kind in enumerate(types) if kind != "dense"), len(types))
     if "dense" in types[n_dense:]:
         raise UnsupportedModel(

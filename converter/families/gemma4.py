@@ -36,7 +36,11 @@ def canonical(name: str) -> str:
 def is_windowed(config: Config) -> list[bool]:
     """Which layers look at a window. Raises BadConfig."""
     types, n_layers = config.get("layer_types"), _parts.n_layers_of(config)
-    if not isinstance(types, list) or len(types) != n_layers or not set(types) <= {FULL, WINDOWED}:
+    if (
+        not isinstance(types, list)
+        or len(types) != n_layers
+        or not all(kind in (FULL, WINDOWED) for kind in types)
+    ):
         raise BadConfig(
             f"config.json has layer_types = {types!r}; expected {n_layers} times '{FULL}' or '{WINDOWED}'"
         )
@@ -61,6 +65,12 @@ def n_kv_shared(config: Config) -> int:
     if type(value) is not int or not 0 <= value <= n_layers:
         raise BadConfig(f"config.json has num_kv_shared_layers = {value!r}; expected 0 to {n_layers}")
     return value
+
+
+def _n_per_layer(config: Config) -> int:
+    """The width of the embeddings that each layer has of its own; 0 for none."""
+    name = "hidden_size_per_layer_input"
+    return config.integer(name) if config.get(name) else 0
 
 
 def _n_kv(config: Config, windowed: bool) -> int:
@@ -89,7 +99,7 @@ def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]
     share = checked_number("partial_rotary_factor", swa.get("partial_rotary_factor", 1.0), 1)
     own: dict[str, Key] = {
         "attention.shared_kv_layers": n_kv_shared(config),
-        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input") or 0,
+        "embedding_length_per_layer_input": _n_per_layer(config),
         "attention.sliding_window": config.integer("sliding_window"),
         "attention.sliding_window_pattern": windowed,
         "attention.key_length": head,
@@ -178,7 +188,7 @@ def norms_and_scale(config: Config, source: str, target: str) -> Iterator[Placem
 
 def layout(config: Config, names: Collection[str]) -> Layout:
     hidden, windowed, ff = config.integer("hidden_size"), is_windowed(config), _n_ff(config)
-    n_layers, n_own = len(windowed), config.get("hidden_size_per_layer_input") or 0
+    n_layers, n_own = len(windowed), _n_per_layer(config)
     first_shared = n_layers - n_kv_shared(config)
     trunk = [rotary_factors(config)]
     if n_own:

@@ -36,7 +36,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     n_blocks = _parts.n_layers_of(config) + n_head_layers
     is_windowed = _is_windowed(config, n_blocks)
     theta = config["rope_theta"]
-    thetas = theta if isinstance(theta, list) else [theta]
+    thetas = theta if isinstance(theta, list) and theta else [theta]
     plain = Config(
         dict(config) | {
             "num_key_value_heads": config["num_attention_groups"], "rope_theta": thetas[0],
