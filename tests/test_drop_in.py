@@ -245,7 +245,7 @@ def test_all_arguments_of_llama_cpp_are_taken_at_their_defaults(demo: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_model": object()}, "draft_model=.* cannot be had here, None alone: the sidecar"),
+        ({"draft_model": "a drafter"}, "draft_model=.* cannot be had here, None alone: the sidecar"),
         ({"embedding": True}, "embeddings are llama_cpp.Llama's"),
         ({"n_threads_batch": 2}, "n_threads is for prompts, too"),
         ({"lora_path": "x.gguf"}, "lora_path='x.gguf' cannot be had here, None alone"),
