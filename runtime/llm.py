@@ -242,7 +242,7 @@ class Model:
             device=settings.device,
             ours=self.kernels.ours,
         )
-        # Whether a drafter's best tokens are taken on its device: on the CPU there is no way to save, and our search is faster.
+        # Whether a drafter's best tokens are taken on its device, so that its logits stay there; on the CPU nothing has to cross.
         self.picks_on_backend = self.gpu_layers != 0 and settings.device != "none" and bool(placement.gpus())
         self.head_weights = self.weights
         if head is not None:
