@@ -18,7 +18,7 @@ from typing import Any
 
 from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, open_main, read_model
 from llama_sidecar.sidecars.compact import Compact, open_compact
-from llama_sidecar.sidecars.memory import AUTO_DEPTH, Contents, layer_cache_bytes
+from llama_sidecar.sidecars.memory import AUTO_DEPTH, DEFAULT_CHECKPOINTS, Contents, layer_cache_bytes
 
 from . import heads, kernel_choice, memory, placement
 from ._native import DraftVocab, Turns
@@ -58,6 +58,7 @@ def load(
     learn: bool = False,
     exact: bool = False,
     memory_check: bool = True,
+    checkpoints: int = DEFAULT_CHECKPOINTS,
     force: bool = False,
     verbose: bool = False,
 ) -> Model:
@@ -92,6 +93,9 @@ def load(
             ids are those of plain decoding by construction. Which these are is measured once, in a few seconds, and kept in
             the user's cache folder; where none agree it is refused.
         memory_check: refuse what this machine's memory is too small for, with what would fit.
+        checkpoints: how many states of a recurrent or hybrid model a session keeps, each where a message ends: the next prompt goes
+            on from the last one before which it says the same. Each takes the memory of one recurrent state. Models with
+            attention alone need none.
         force: use a sidecar although its fingerprint says that it belongs to another model.
         verbose: let llama.cpp's own log through to stderr.
 
@@ -107,6 +111,8 @@ def load(
         raise LoadError(
             f"depth {depth!r} is neither 'auto' nor between 1 and {MAX_DEPTH} (spec_type='none' turns drafting off)"
         )
+    if not (isinstance(checkpoints, int) and checkpoints >= 0):
+        raise LoadError(f"checkpoints {checkpoints!r}: a whole number is wanted, 0 for none")
     settings = Settings(
         gpu_layers=gpu_layers,
         device=device,
@@ -148,6 +154,7 @@ def load(
         exact=exact,
         ctx_fits=ctx == AUTO,
         memory_check=memory_check,
+        checkpoints=checkpoints,
     )
 
 
@@ -191,8 +198,10 @@ class Model:
         exact: bool = False,
         ctx_fits: bool = False,
         memory_check: bool = True,
+        checkpoints: int = DEFAULT_CHECKPOINTS,
     ) -> None:
         self.main = main
+        self.checkpoints = checkpoints
         self.min_confidence = min_confidence
         self.ngram = ngram
         self.speculation = chosen.speculation
@@ -390,6 +399,7 @@ class Model:
                 pace=pace,
                 learn=self.learns if learn is None else learn,
                 n_slots=n_slots,
+                n_checkpoints=self.checkpoints,
                 scripted=scripted,
             )
             self._sessions.add(session)
@@ -493,6 +503,7 @@ class Model:
             cache_bits=self._cache_bits,
             flash_attn=lambda n_ctx: self._flash_attn(n_ctx) != "off",
             n_gpu_layers=self.gpu_layers,
+            n_checkpoints=self.checkpoints,
         )
 
     @property

@@ -135,6 +135,7 @@ class Plan:
         flash_attn: whether a context of so many cells has flash attention.
         cache_bits: of a key or value, the mean of both.
         n_gpu_layers: layers that are not in this machine's memory.
+        n_checkpoints: states of recurrent layers that are kept beside the one at work.
     """
 
     main: Contents
@@ -148,6 +149,7 @@ class Plan:
     cache_bits: float
     flash_attn: Callable[[int], bool]
     n_gpu_layers: int = 0
+    n_checkpoints: int = 0
 
     def at(self, n_ctx: int) -> Memory:
         """What it takes of this machine's memory with one session of `n_ctx` tokens."""
@@ -155,7 +157,13 @@ class Plan:
         n_batch = min(self.batch, n_ctx)
         n_slots = min(self.depth, max(0, n_batch - 2))
         target = Context(n_ctx, n_batch, self.depth + 1, n_slots, self.cache_bits, flash_attn)
-        found = memory(self.main, target, self._drafter(n_ctx, flash_attn), two_contexts=self.paced)
+        found = memory(
+            self.main,
+            target,
+            self._drafter(n_ctx, flash_attn),
+            two_contexts=self.paced,
+            n_checkpoints=self.n_checkpoints,
+        )
         return _on_host(found, self.n_gpu_layers, self.main.n_trunk)
 
     def _drafter(self, n_ctx: int, flash_attn: bool) -> Drafter | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _native, session_file
+from .checkpoints import LEAST_KEPT, OPENING, checkpoint_places
 from .errors import LibraryError, LoadError, PromptError, SessionError, SessionFileError
 from .sampling import Chooser, Sampling, TokenLogprobs, address, make_chooser, rule_of
 from .stats import Stats
@@ -46,14 +47,18 @@ class Session:
     """KV cache, drafter and sampler of one sequence; made by `Model.session()`.
 
     A session serves one generation at a time. A new `generate` on the thread that left an earlier one unfinished ends
-    that one; on another thread it raises, unless that one was cancelled or its thread has ended. A prompt that continues
-    all that the session holds costs only what is new.
+    that one; on another thread it raises, unless that one was cancelled or its thread has ended.
+
+    A prompt costs only what is new: what it shares with the one before and its text is kept, in the target's cache and in the
+    drafter's, as far as the target can go back there. One with attention alone can go back to any token, a recurrent or hybrid one
+    to its checkpoints, which are made where messages end (checkpoints.py).
 
     Args:
         depth: drafts per round at most; 0 makes a plain session, without rollback slots and hidden rows.
         pace: chooses the depth of each round; without it every round drafts `depth` tokens.
         learn: count the tokens that are written (see `Model.count`).
         n_slots: rollback slots for a recurrent target (default: as many as `depth`).
+        n_checkpoints: of a recurrent target, how many may be kept.
         scripted: a scripted drafter in place of the model's own.
     """
 
@@ -68,6 +73,7 @@ class Session:
         pace: _native.Pacing | None = None,
         learn: bool = False,
         n_slots: int | None = None,
+        n_checkpoints: int = 0,
         scripted: Scripted | None = None,
     ) -> None:
         self.model = model
@@ -85,7 +91,11 @@ class Session:
         self._cancelled = False
         self._owner: threading.Thread | None = None
         self._current: Generation | None = None
-        self._history: list[int] | None = []  # what the native session holds; None while that is uncertain
+        # What the native session holds, and the token that it has not decoded yet; None while that is uncertain.
+        self._history: list[int] | None = []
+        self._n_prompt = 0  # of it: how many were a prompt's
+        self._n_checkpoints = n_checkpoints
+        self._rewritten = False  # whether a prompt had another answer in it than was given
         self._n_piece = min(N_PIECE, settings.batch, n_ctx)
         # Freed together and in order, by close() or with the last reference; the weights are held until then.
         self._natives: list[Any] = []
@@ -120,7 +130,8 @@ class Session:
                 options["picks_on_backend"] = model.picks_on_backend
                 self._draft_vocab = model.draft_vocab
             with model.turns:  # it may compute
-                self._natives.append(_native.Session(address(target), vocab=self._draft_vocab, **options))
+                options |= {"vocab": self._draft_vocab, "n_checkpoints": n_checkpoints}
+                self._natives.append(_native.Session(address(target), **options))
                 if self.widths:
                     self._set_widths()
         except BaseException:  # its traceback would keep the contexts longer than the weights may live
@@ -286,7 +297,7 @@ class Session:
             self._check_taken()
             self._end_current()
             self._check_open()
-            if not self._history or self._native.dirty:
+            if not self._history or self._native.dirty or self._native.n_past != len(self._history) - 1:
                 raise SessionError(
                     "there is nothing to save: the session holds no text, or its last one failed"
                 )
@@ -326,6 +337,13 @@ class Session:
         self._check_open()
         return int(self._native.n_restores)
 
+    @property
+    def checkpoints(self) -> list[tuple[int, int]]:
+        """Positions that a recurrent or hybrid target can go back to, and the bytes that are kept for each."""
+        self._check_open()
+        with self.model.turns:
+            return list(self._native.checkpoints)
+
     def close(self) -> None:
         """Ends its text and frees the contexts. Idempotent; raises SessionError while another thread generates on it."""
         with self._lock:
@@ -341,6 +359,30 @@ class Session:
         close_after(self, error)
 
     # Inside
+
+    def _hold(self, tokens: list[int]) -> int:
+        """Goes back to where a prompt leaves what is held; how many of its tokens need not be decoded."""
+        native, held, self._history = self._native, self._history, None
+        if held is None or native.dirty:
+            native.clear()
+            return 0
+        n_same = next(
+            (i for i, (ours, theirs) in enumerate(zip(held, tokens, strict=False)) if ours != theirs),
+            min(len(held), len(tokens)),
+        )
+        n_past = int(native.n_past)
+        if n_past <= n_same and n_past < len(tokens):
+            return n_past
+        self._rewritten |= n_same >= self._n_prompt - OPENING
+        if n_same <= LEAST_KEPT:
+            native.clear()
+            return 0
+        return int(native.go_back(n_same - 1))  # its last token comes again, as go_back() wants
+
+    def _checkpoint_places(self, tokens: list[int], n_held: int) -> list[int]:
+        if not (self._n_checkpoints and self._native.recurrent):
+            return []
+        return checkpoint_places(tokens, n_held, self.model.vocab.is_eog, rewritten=self._rewritten)
 
     def _set_widths(self) -> None:
         """Of the widths those whose rows can be taken back from a recurrent state by rollback slots: a checkpoint would decode
@@ -633,6 +675,7 @@ class Generation(Iterator[str]):
         session, rounds = self._session, self._native
         if self._is_whole and rounds.whole:
             session._history = [*self._request.tokens, *rounds.chosen]
+            session._n_prompt = len(self._request.tokens)
         if session._learn:
             session.model.count(self.tokens)
         if session._draft_vocab is not None:
@@ -644,20 +687,21 @@ class Generation(Iterator[str]):
         session, tokens = self._session, self._request.tokens
         native, started = session._native, time.perf_counter()
         with session.model.turns:
-            held, session._history = session._history, None
-            if held and not native.dirty and tokens[: len(held)] == held:
-                self._stats.n_reused = native.n_past
-            else:
-                native.clear()
-            todo = tokens[self._stats.n_reused :]
-            native.adopt(todo)
-        while todo:
+            done = self._stats.n_reused = session._hold(tokens)
+            native.adopt(tokens[done:])
+        stops = session._checkpoint_places(tokens, done)
+        while done < len(tokens):
             if session._cancelled:
+                session._history = tokens[:done]
                 return None
-            piece, todo = todo[: session._n_piece], todo[session._n_piece :]
+            ends = min(done + session._n_piece, *stops[:1], len(tokens))
             with session.model.turns:
-                native.feed(piece, not todo)
-                if not todo:
+                native.feed(tokens[done:ends], ends == len(tokens))
+                done = ends
+                if stops and done == stops[0]:
+                    native.checkpoint()
+                    stops.pop(0)
+                if done == len(tokens):
                     first = int(native.first(self._request.chooser.native))
         self._stats.prompt_s = self._stats.first_s = time.perf_counter() - started
         return first

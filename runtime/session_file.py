@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .llm import Model
 
 MAGIC = b"llama-sidecar session\n"
-VERSION = 1
+VERSION = 2
 SAMPLED_BYTES = 512  # of each tensor's beginning, which tell a fine-tune from its base
 _FIXED = struct.Struct("<22sIQ")
 _N_DIGEST = hashlib.sha256().digest_size

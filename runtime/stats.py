@@ -27,6 +27,7 @@ class Stats:
     `prompt_s` is the time the prompt took the target and then the drafter; `first_s` that until the first token was there.
     `coverage` is the share of the emitted tokens that a compact head had a row for when they came; None with a full head or
     before the end.
+    `n_prompt` are the prompt's tokens, of which `n_reused` were held by the session and `n_prompt_decoded` had to be decoded.
     `n_tokens` are tokens emitted; `n_drafted` and `n_accepted` are drafts, the target's own tokens excluded.
     The `n_ngram_` ones are those among rounds and drafts whose drafts the look-up found ahead of the drafter.
     `kernels` says what computes small products on the CPU, and why.
@@ -108,6 +109,11 @@ class Stats:
                 counts[i] += n
 
     @property
+    def n_prompt_decoded(self) -> int:
+        """Tokens of the prompt that the session did not hold."""
+        return self.n_prompt - self.n_reused
+
+    @property
     def accepted_per_position(self) -> list[float]:
         """Of the drafts made at each position, the share that stood."""
         return [a / d for a, d in zip(self._accepted_at, self._drafted_at, strict=True)]
@@ -137,6 +143,7 @@ class Stats:
         """The published names, ready for `json.dumps`."""
         data = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         return data | {
+            "n_prompt_decoded": self.n_prompt_decoded,
             "rest_s": self.rest_s,
             "accepted_per_position": self.accepted_per_position,
             "rounds_per_depth": self.rounds_per_depth,

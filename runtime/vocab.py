@@ -35,6 +35,8 @@ class Vocab:
             functools.partial(_piece, weights, address(weights.model))
         )
         self.n_tokens: int = self._lib.llama_vocab_n_tokens(self.pointer)
+        #: Whether a token ends a text or a turn of a conversation.
+        self.is_eog: Callable[[int], bool] = functools.cache(functools.partial(_is_eog, weights))
 
     @property
     def pointer(self) -> Any:
@@ -125,6 +127,11 @@ def _piece(weights: Weights, address: int, token: int) -> bytes:
     _model_of(weights)
     piece: bytes = _native.piece(address, token)
     return piece
+
+
+def _is_eog(weights: Weights, token: int) -> bool:
+    lib = llama()
+    return bool(lib.llama_vocab_is_eog(lib.llama_model_get_vocab(_model_of(weights)), token))
 
 
 def _model_of(weights: Weights) -> Any:

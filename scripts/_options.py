@@ -26,6 +26,7 @@ from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hi
 from llama_sidecar.runtime.sampling import ACCEPT, MAX_SEED, WHOLE
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS, read_model
+from llama_sidecar.sidecars.memory import DEFAULT_CHECKPOINTS
 
 from ._show import note
 
@@ -250,6 +251,14 @@ _LOAD_OPTIONS = (
         default=True,
         show_default=True,
         help="Refuse what this machine's memory is too small for.",
+    ),
+    click.option(
+        "--checkpoints",
+        type=click.IntRange(0),
+        metavar="N",
+        default=DEFAULT_CHECKPOINTS,
+        show_default=True,
+        help="States that a recurrent or hybrid model keeps, one where each message ends, so that the next prompt goes on from there.",
     ),
     click.option("--no-spec", is_flag=True, help="Decode plainly: the same as --spec-type none."),
     click.option("--force", is_flag=True, help="Use a sidecar although it was made for another model."),

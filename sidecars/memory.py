@@ -27,6 +27,7 @@ OF_VOCABULARY = (
     ".nextn.embed_tokens.weight",
     ".nextn.shared_head_head.weight",
 )  # a head's own, too
+DEFAULT_CHECKPOINTS = 4  # states of recurrent layers that a session keeps (runtime/checkpoints.py)
 AUTO_DEPTH = (
     4  # the deepest that pace may choose: each rollback slot costs memory, and drafts beyond rarely stand
 )
@@ -299,7 +300,8 @@ def memory(
         if drafter.own_weights:
             head, other = drafter.contents.n_bytes, other + TOKEN_BYTES * drafter.contents.n_vocab
         if drafter.own_cache:
-            head_cache = sum(_of_blocks(drafter.contents, drafter.blocks, drafter.context))
+            cache = _of_blocks(drafter.contents, drafter.blocks, drafter.context)
+            head_cache = cache.kv + cache.states * (1 + n_checkpoints)
         buffers += compute_bytes(drafter.contents, drafter.context, drafter.blocks)
     return Memory(context.n_ctx, main_bytes, kv, states, head, head_cache, buffers, other)
 
@@ -319,7 +321,7 @@ def pair_memory(
         context = Context(n_ctx, n_batch=N_HEAD_BATCH if is_head else N_MODEL_BATCH)
         blocks = range(head.n_trunk if is_head else 0, head.n_blocks)
         drafter = Drafter(head, context, blocks, own_weights=not embedded)
-    return memory(main, target, drafter, two_contexts=drafter is not None)
+    return memory(main, target, drafter, two_contexts=drafter is not None, n_checkpoints=DEFAULT_CHECKPOINTS)
 
 
 def _of_blocks(contents: Contents, blocks: range, context: Context) -> Cache:

@@ -12,6 +12,7 @@ import drafts
 import models
 import numpy as np
 from checkpoints import make_checkpoint
+from draft_checkpoints import make_draft, make_target
 
 from llama_sidecar.converter import convert
 from llama_sidecar.runtime import Model, load
@@ -26,6 +27,7 @@ KINDS = (
     "dflash",
     "dflash2",
     "dspark",
+    "assistant",
     "model",
     "ngram",
 )
@@ -42,6 +44,12 @@ def write_kind(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     if kind in ("mtp, T", "mtp, R", "mtp, compact"):
         main = models.write_pair(folder, recurrent=kind == "mtp, R", type=drafts.T.Q8_0).main
         return main, {"draft_vocab": 100 if kind == "mtp, compact" else "full"}
+    if kind == "assistant":
+        checkpoint = make_target(folder, "gemma4_assistant")
+        draft = make_draft(folder, "gemma4_assistant", "plain", checkpoint)
+        whole = convert(checkpoint, folder / "out", "Q8_0").main
+        assert whole
+        return whole, {"sidecar": convert(draft, folder / "out", None, "Q8_0", target=checkpoint).sidecar}
     if kind == "ngram":
         return models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main, {"spec_type": "ngram"}
     if kind == "model":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import checkpoints
 import pytest
 from checkpoints import listing
 from draft_checkpoints import make_draft, make_target
@@ -14,7 +15,7 @@ from test_convert_peer import LISTINGS, assert_equal_tensors
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.drafts import drafts
 from llama_sidecar.converter.errors import BadConfig
-from llama_sidecar.runtime import LoadError, load, reference
+from llama_sidecar.runtime import LoadError, Model, _native, load, reference
 from llama_sidecar.sidecars import check_pair, open_main, open_sidecar
 
 NAME = "gemma4_assistant"
@@ -89,6 +90,61 @@ def test_rounds_of_any_depth_and_two_texts_leave_the_targets_cache_as_plain_deco
                     texts.append(generation.tokens)
                 assert texts[0] == texts[1]
                 assert session._native.state() == plain._native.state()
+
+
+def text_as_drafted(model: Model, n: int) -> list[int]:
+    """What the assistant itself says: each token is its first draft behind those before."""
+    with model.session() as session:
+        native = session._native
+        native.feed(PROMPT, True)
+        text = [native.first(_native.greedy_chooser())]
+        while len(text) < n:
+            pos = native.n_past
+            drafted = native.step(_native.greedy_chooser(), 1, True).drafts[0]
+            assert native.go_back(pos) == pos
+            native.feed(text[-1:], True)
+            text.append(native.first(_native.forced_chooser([drafted])))
+        return text
+
+
+def acceptance(model: Model, prompt: list[int], text: list[int]) -> float:
+    """The share of first drafts that stand where the target says `text`."""
+    n_drafted = n_accepted = 0
+    with model.session() as session:
+        native, chooser = session._native, _native.forced_chooser(text)
+        native.feed(prompt, True)
+        native.first(chooser)
+        while native.n_past < len(prompt) + len(text) - 3:
+            step = native.step(chooser, 1, True)
+            n_drafted += step.n_drafted
+            n_accepted += step.n_accepted
+    return n_accepted / n_drafted
+
+
+def test_on_a_q8_0_cache_it_drafts_as_on_f16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 22: of a text in which each draft stands at F16, nine in ten stand at Q8_0; they depend on what the cache holds."""
+    config = checkpoints.tiny_config("gemma4", "dense") | {"head_dim": 32}
+    tensors = checkpoints.tiny_tensors("gemma4", "dense", config=config)
+    target = checkpoints.make_checkpoint(tmp_path, "gemma4", "dense", tensors=tensors, config=config)
+    monkeypatch.setitem(drafts()[NAME].TINY["plain"][0]["text_config"], "head_dim", 32)
+    draft = make_draft(tmp_path, NAME, "plain", target)
+    main = convert(target, tmp_path / "out", "F32").main
+    assert main and convert(draft, tmp_path / "out", None, "F32", target=target).sidecar
+    with load(main, ctx=256, threads=1, depth=1) as model:
+        assert model.drafter == "gemma4-assistant"
+        text = text_as_drafted(model, 64)
+        assert acceptance(model, PROMPT, text) == 1.0
+        assert acceptance(model, [*reversed(PROMPT[:-2]), *PROMPT[-2:]], text) < 0.5
+    with load(main, ctx=256, threads=1, depth=1, cache_type_k="q8_0", cache_type_v="q8_0") as model:
+        assert acceptance(model, PROMPT, text) > 0.9
+
+
+def test_heads_of_no_whole_blocks_are_refused_on_a_q8_0_cache(pair: tuple[Path, Path]) -> None:
+    with (
+        load(pair[0], ctx=256, threads=1, cache_type_k="q8_0", cache_type_v="q8_0", depth=1) as model,
+        pytest.raises(LoadError, match="q8_0 with block size 32"),
+    ):
+        model.session()
 
 
 def test_with_pace_and_beside_another_session(pair: tuple[Path, Path]) -> None:

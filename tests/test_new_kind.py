@@ -69,6 +69,7 @@ class Toy final : public Drafter {
             picker.take(7);
         }
     }
+    void go_back(int32_t, const std::vector<uint8_t> &) override {}
     std::vector<int32_t> layers() const override { return {}; }
     int32_t max_depth() const override { return 2; }
 };

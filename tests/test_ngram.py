@@ -88,17 +88,16 @@ def test_the_text_is_plain_decodings(arch: str, depth: int | str, pair_of: PairO
     main = pair_of(arch).main if len(arch) == 1 else drafts.write_target(tmp_path, arch)
     with load(main, spec_type="ngram", ctx=512, threads=1, depth=depth) as model:
         assert (model.kind, model.speculation.path) == ("ngram", None)
-        session = model.session()
         for options in ({"temperature": 0}, {"temperature": 0.8, "seed": 7}):
-            spec = session.generate(REPEATED, max_tokens=N, ignore_eos=True, **options)
-            spec.read()
-            with model.session(spec_type="none") as alone:
+            with model.session() as session, model.session(spec_type="none") as alone:
+                spec = session.generate(REPEATED, max_tokens=N, ignore_eos=True, **options)
+                spec.read()
                 expected = alone.generate(REPEATED, max_tokens=N, ignore_eos=True, **options)
                 expected.read()
             assert spec.tokens == expected.tokens
             assert spec.stats.kind == "ngram"
         if depth != "auto":
-            copied = session.generate(
+            copied = model.generate(
                 REPEATED + spec.tokens + REPEATED, max_tokens=250, temperature=0, ignore_eos=True
             )
             copied.read()

@@ -366,7 +366,8 @@ def test_heads_that_lie_are_refused(edit: Edit, said: str, model: Model, saved: 
 
 def test_another_version_and_states_that_are_none_are_refused(model: Model, saved: Path) -> None:
     whole = saved.read_bytes()
-    assert "format version 2" in refusal(model, rewritten(saved, lambda head: None, version=2))
+    newer = session_file.VERSION + 1
+    assert f"format version {newer}" in refusal(model, rewritten(saved, lambda head: None, version=newer))
     head = b"[" * 100_000
     saved.write_bytes(
         session_file._FIXED.pack(session_file.MAGIC, session_file.VERSION, len(head)) + head + bytes(32)

@@ -218,7 +218,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](Session * self, uintptr_t ctx, const std::optional<std::string> & kind, uintptr_t draft_ctx,
                DraftVocab * vocab, float min_confidence, const std::vector<llama_token> & script,
-               int32_t n_right, bool hidden_rows, bool looks_up, bool picks_on_backend) {
+               int32_t n_right, bool hidden_rows, bool looks_up, bool picks_on_backend, int32_t n_checkpoints) {
                 const LlamaApi & llama = api();
                 llama_context * target = context_at(ctx);
                 DrafterOptions options;
@@ -231,12 +231,13 @@ NB_MODULE(_native, m) {
                 options.script = script;
                 options.n_right = n_right;
                 options.hidden_rows = hidden_rows;
-                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab, looks_up, picks_on_backend);
+                new (self) Session(target, kind ? make_drafter(*kind, options) : nullptr, vocab, looks_up, picks_on_backend,
+                                   n_checkpoints);
                 release_team();  // the drafter may have looked what the graph does; another thread may generate
             },
             nb::keep_alive<1, 5>(), "ctx"_a, nb::kw_only(), "kind"_a = nb::none(), "draft_ctx"_a = 0, "vocab"_a.none() = nb::none(),
             "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0,
-            "hidden_rows"_a = true, "looks_up"_a = false, "picks_on_backend"_a = false)
+            "hidden_rows"_a = true, "looks_up"_a = false, "picks_on_backend"_a = false, "n_checkpoints"_a = 0)
         .def("clear", &Session::clear, no_gil)
         .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
         .def("first", &Session::first, "chooser"_a, no_gil)
@@ -249,6 +250,16 @@ NB_MODULE(_native, m) {
             },
             "n"_a, "At most n tokens that followed the last time the sequence ended as now, and the length of the match.")
         .def("keep", &Session::keep, "n"_a)
+        .def("go_back", &Session::go_back, "n"_a, no_gil, "To a position of at most n, which is returned.")
+        .def("checkpoint", &Session::checkpoint, no_gil)
+        .def_prop_ro(
+            "checkpoints",
+            [](const Session & self) {
+                std::vector<std::pair<int32_t, size_t>> found;
+                for (const Checkpoint & one : self.checkpoints()) found.emplace_back(one.pos, one.target.size() + one.drafter.size());
+                return found;
+            },
+            "Positions that a recurrent sequence can go back to, and the bytes kept for each.")
         .def("catch_up", &Session::catch_up, no_gil)
         .def(
             "set_plain_context", [](Session & self, uintptr_t ctx) { self.set_plain_context(context_at(ctx)); }, "ctx"_a)

@@ -34,6 +34,7 @@ BlockDrafter::BlockDrafter(const DrafterOptions & options, const char * kind)
 void BlockDrafter::begin() {
     ctx_.clear();
     rows_.clear();
+    n_alone_ = 0;
 }
 
 void BlockDrafter::observe(int32_t pos, const llama_token *, const float * hidden, int32_t n) {
@@ -63,6 +64,11 @@ void BlockDrafter::propose(llama_token last, int32_t n, Picker & picker, std::ve
 
 void BlockDrafter::catch_up() { inject(); }
 
+void BlockDrafter::go_back(int32_t n, const std::vector<uint8_t> &) {
+    ctx_.go_back(n) ? rows_.go_back(n) : rows_.clear(n);
+    n_alone_ = 0;
+}
+
 std::vector<uint8_t> BlockDrafter::state() {
     ByteWriter out;
     ctx_.put(out);
@@ -72,6 +78,7 @@ std::vector<uint8_t> BlockDrafter::state() {
 }
 
 void BlockDrafter::restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) {
+    begin();
     rows_.clear(llama_pos(tokens.size()));
     ctx_.clear(rows_.first());
     if (state.empty()) return;

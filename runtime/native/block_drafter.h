@@ -18,6 +18,7 @@ class BlockDrafter : public Drafter {
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override;
     void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override;
     void catch_up() override;
+    void go_back(int32_t n, const std::vector<uint8_t> & mark) override;
     std::vector<uint8_t> state() override;
     void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> & state) override;
     std::vector<int32_t> layers() const override { return layers_; }

@@ -49,7 +49,7 @@ void DraftContext::drop_sampler() {
 
 void DraftContext::clear(llama_pos first) {
     api().memory_clear(api().get_memory(ctx_), true);
-    n_cells_ = first;
+    first_ = n_cells_ = first;
 }
 
 void DraftContext::trim(llama_pos n) {
@@ -81,18 +81,26 @@ void DraftContext::count_state(size_t n_bytes) {
     traffic_.n_syncs += 1;
 }
 
+bool DraftContext::go_back(llama_pos n) {
+    const bool has_all = n >= first_ && api().memory_seq_pos_min(api().get_memory(ctx_), 0) <= first_;
+    has_all ? trim(n) : clear(n);
+    return has_all;
+}
+
 void DraftContext::put(ByteWriter & out) {
+    out.put(first_);
     out.put(n_cells_);
     out.put(state(0));
 }
 
 void DraftContext::get(ByteReader & in) {
     std::vector<uint8_t> cells;
-    llama_pos n_cells = 0;
+    llama_pos first = 0, n_cells = 0;
+    in.get(first);
     in.get(n_cells);
     in.get(cells);
-    if (n_cells < 0 || n_cells > INT32_MAX / 2) throw std::invalid_argument("a saved state has an impossible number of cells");
-    clear();
+    if (first < 0 || n_cells < first || n_cells > INT32_MAX / 2) throw std::invalid_argument("a saved state has cells at impossible positions");
+    clear(first);
     set_state(cells, 0);
     n_cells_ = n_cells;
 }

@@ -29,6 +29,9 @@ class DraftContext {
     void clear(llama_pos first = 0);
     // Forgets the cells from position n on.
     void trim(llama_pos n);
+    // The same, however many they are. False where those before n are not all there (see Target::has_all_cells()): none are left
+    // then, and the next one lies at n.
+    bool go_back(llama_pos n);
 
     // The cells, as llama.cpp serialises them: all of them (flags 0) or what cannot be trimmed (STATE_PARTIAL_ONLY); and back,
     // where n_cells() is the caller's business. Throws LibraryError when it refuses.
@@ -85,7 +88,7 @@ class DraftContext {
     llama_batch_ext * batch_ = nullptr;
     int32_t n_batch_ = 0, n_vocab_ = 0;
     size_t n_embd_ = 0;
-    llama_pos n_cells_ = 0;
+    llama_pos first_ = 0, n_cells_ = 0;
     int32_t n_added_ = 0, n_outputs_ = 0;  // cells of the batch, and how many of them want an output
     Rows rows_ = Rows::none;               // that a decode hands out
     llama_sampler * sampler_ = nullptr;    // of the backend, or null
@@ -104,6 +107,14 @@ class WaitingRows {
         rows_.clear();
     }
     void push(const float * row) { rows_.insert(rows_.end(), row, row + width_); }
+    // Drops those of position n and on; the next one pushed lies there.
+    void go_back(llama_pos n) {
+        if (n <= first_) {
+            clear(n);
+        } else {
+            rows_.resize(size_t(n - first_) * width_);
+        }
+    }
     // Drops the oldest n.
     void pop(size_t n) {
         rows_.erase(rows_.begin(), rows_.begin() + ptrdiff_t(n * width_));

@@ -8,6 +8,7 @@
 //                                after each round its accepted rows; positions follow one another without a gap
 //   propose(last, n, picker, out)        `last` is sampled but not decoded yet; its position is the number of observed tokens
 //   observe(...)                 now begins with `last`, then the accepted drafts
+//   go_back(...)                 the next token to observe is an earlier one again, and so may be those after it
 // A drafter that fails throws LibraryError; the round is then lost and the session must begin anew.
 //
 // Adding one: one file in drafters/ with a Registered object; the stem is the kind's name in sidecars/kinds/.
@@ -56,6 +57,14 @@ class Drafter {
 
     // Does now what it would otherwise do at the next propose() for the tokens it has observed.
     virtual void catch_up() {}
+
+    // Of the tokens observed the first n stand, and the next to be observed is that of position n, the same as before: what was made
+    // of the pair (hidden row n-1, token n) may stay. Costs no decode. `mark` is what mark() said when n were observed, or empty: a
+    // drafter that needs one and has none begins anew.
+    virtual void go_back(int32_t n, const std::vector<uint8_t> & mark) = 0;
+
+    // What go_back() needs to come back to here, beside cells that it can drop by position: recurrent states. May compute.
+    virtual std::vector<uint8_t> mark() { return {}; }
 
     // What begin() and observe() have made of the tokens so far, for restore(): changes nothing. Empty where it is not worth keeping.
     virtual std::vector<uint8_t> state() { return {}; }

@@ -76,6 +76,7 @@ void bind(void * handle) {
     find(found.get_memory, {"llama_get_memory"});
     find(found.memory_clear, {"llama_memory_clear"});
     find(found.memory_seq_rm, {"llama_memory_seq_rm"});
+    find(found.memory_seq_pos_min, {"llama_memory_seq_pos_min"});
     find(found.memory_seq_pos_max, {"llama_memory_seq_pos_max"});
     find(found.state_seq_get_size, {"llama_state_seq_get_size_ext"});
     find(found.state_seq_get_data, {"llama_state_seq_get_data_ext"});

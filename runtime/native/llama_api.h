@@ -114,6 +114,7 @@ struct LlamaApi {
     llama_memory_t (*get_memory)(const llama_context *);
     void (*memory_clear)(llama_memory_t, bool data);
     bool (*memory_seq_rm)(llama_memory_t, llama_seq_id, llama_pos from, llama_pos to);
+    llama_pos (*memory_seq_pos_min)(llama_memory_t, llama_seq_id);
     llama_pos (*memory_seq_pos_max)(llama_memory_t, llama_seq_id);
     size_t (*state_seq_get_size)(llama_context *, llama_seq_id, uint32_t flags);
     size_t (*state_seq_get_data)(llama_context *, uint8_t *, size_t, llama_seq_id, uint32_t flags);

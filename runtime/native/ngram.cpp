@@ -25,6 +25,21 @@ void Ngram::observe(int32_t pos, const llama_token * tokens, int32_t n) {
     }
 }
 
+void Ngram::go_back(int32_t n) {
+    while (int32_t(text_.size()) > n) {
+        if (text_.size() > 1) {
+            const auto latest = latest_.find(key(text_[text_.size() - 2], text_.back()));
+            if (earlier_.back() >= 0) {
+                latest->second = earlier_.back();
+            } else {
+                latest_.erase(latest);
+            }
+        }
+        text_.pop_back();
+        earlier_.pop_back();
+    }
+}
+
 int32_t Ngram::find(llama_token last, int32_t n, std::vector<llama_token> & out) const {
     if (text_.empty() || n < 1) return 0;
     const auto found = latest_.find(key(text_.back(), last));

@@ -24,6 +24,9 @@ class Ngram {
     // n tokens that stand at positions pos .. pos+n-1; pos is the number observed before.
     void observe(int32_t pos, const llama_token * tokens, int32_t n);
 
+    // Forgets the tokens from position n on.
+    void go_back(int32_t n);
+
     // Appends up to n tokens that followed the longest match of the text's end, `last` after what was observed; of equal ones the
     // latest. Returns the match's length, 0 where nothing matched. A text that repeats itself is continued beyond its end.
     int32_t find(llama_token last, int32_t n, std::vector<llama_token> & out) const;

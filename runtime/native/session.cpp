@@ -19,12 +19,14 @@ double seconds_since(std::chrono::steady_clock::time_point & mark) {
 
 }  // namespace
 
-Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab, bool looks_up, bool picks_on_backend)
+Session::Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab, bool looks_up, bool picks_on_backend,
+                 int32_t n_checkpoints)
     : main_target_(ctx, drafter ? drafter->layers() : std::vector<int32_t>()), target_(&main_target_), drafter_(std::move(drafter)),
       ngram_(looks_up ? std::make_unique<Ngram>() : nullptr), vocab_(vocab),
       // of all the drafter's tokens, so those must be the target's
       picks_on_backend_(picks_on_backend && drafter_ && drafter_->context() != nullptr &&
-                        drafter_->context()->n_vocab() <= main_target_.n_vocab()) {
+                        drafter_->context()->n_vocab() <= main_target_.n_vocab()),
+      n_checkpoints_(n_checkpoints) {
     clear();
 }
 
@@ -39,6 +41,7 @@ void Session::clear() {
     block_.clear();
     n_emitted_ = 0;
     last_ = -1;
+    checkpoints_.clear();
     if (drafter_) drafter_->begin();
     if (ngram_) ngram_->clear();
 }
@@ -181,6 +184,43 @@ void Session::restore(const Saved & saved, const std::vector<llama_token> & toke
     if (drafter_) drafter_->restore({tokens.begin(), tokens.end() - 1}, saved.drafter);
     if (ngram_) ngram_->observe(0, tokens.data(), int32_t(tokens.size()) - 1);
     last_ = tokens.back();
+}
+
+int32_t Session::go_back(int32_t n) {
+    static const std::vector<uint8_t> nothing;
+    if (n > 0 && n >= target_->n_past()) {
+        throw std::logic_error("go back from " + std::to_string(target_->n_past()) + " to " + std::to_string(n));
+    }
+    while (!checkpoints_.empty() && checkpoints_.back().pos > n) checkpoints_.pop_back();
+    if (main_target_.recurrent()) n = checkpoints_.empty() ? 0 : checkpoints_.back().pos;
+    if (!main_target_.recurrent() && !main_target_.has_all_cells()) n = 0;
+    if (n < 1) {
+        clear();
+        return 0;
+    }
+    use_plain(false);  // its cells are the ones that stay
+    observe_block();
+    n_emitted_ = 0;
+    last_ = -1;
+    const bool has_mark = main_target_.recurrent();
+    target_->go_back(n, has_mark ? checkpoints_.back().target : nothing);
+    if (drafter_) drafter_->go_back(n, has_mark ? checkpoints_.back().drafter : nothing);
+    if (ngram_) ngram_->go_back(n);
+    return n;
+}
+
+void Session::checkpoint() {
+    if (n_checkpoints_ < 1 || !main_target_.recurrent()) return;
+    observe_block();
+    n_emitted_ = 0;
+    checkpoints_.push_back({target_->n_past(), target_->mark(), drafter_ ? drafter_->mark() : std::vector<uint8_t>()});
+    if (int32_t(checkpoints_.size()) <= n_checkpoints_) return;
+    size_t closest = 0;  // of all but the new one
+    for (size_t i = 1; i + 1 < checkpoints_.size(); ++i) {
+        const int32_t before = closest == 0 ? 0 : checkpoints_[closest - 1].pos;
+        if (checkpoints_[i].pos - checkpoints_[i - 1].pos < checkpoints_[closest].pos - before) closest = i;
+    }
+    checkpoints_.erase(checkpoints_.begin() + ptrdiff_t(closest));
 }
 
 void Session::decode(const std::vector<llama_token> & rows) {

@@ -9,6 +9,7 @@
 // After any number of steps feed() may follow again: its first token must be the last one emitted (`last()`), which
 // the target has not decoded yet. After an exception only clear() or restore() may follow.
 // save() may come between any two of them, and restore() puts another session of the same model where it was.
+// A prompt that begins as what is held needs to be fed from there on alone: go_back(n), then feed().
 //
 // The design's source is ARCHITECTURE.md, "The round": one head decode over the rows accepted in the previous round
 // plus `last`, then a decode per further depth; the target's rewind is deferred to its next decode.
@@ -42,6 +43,12 @@ struct Saved {
     std::vector<uint8_t> target, drafter;
 };
 
+// Where a recurrent sequence can go back to: a position, and what target and drafter need for it beside their cells.
+struct Checkpoint {
+    int32_t pos;
+    std::vector<uint8_t> target, drafter;
+};
+
 // What the look-up found after a match of n_matched tokens, 0 for none.
 struct Found {
     std::vector<llama_token> tokens;
@@ -53,8 +60,9 @@ class Session {
     // `ctx` is not owned. Without a drafter every step decodes one row. `vocab` is that of a drafter with a compact head, else null;
     // not owned, must outlive the session. `looks_up` keeps what look_up() needs.
     // `picks_on_backend` lets the drafter's backend take the best token of each row, wherever drafts are just that.
+    // `n_checkpoints` may be kept at a time.
     Session(llama_context * ctx, std::unique_ptr<Drafter> drafter, DraftVocab * vocab = nullptr, bool looks_up = false,
-            bool picks_on_backend = false);
+            bool picks_on_backend = false, int32_t n_checkpoints = 0);
 
     void clear();
     void feed(const std::vector<llama_token> & tokens, bool wants_logits);
@@ -106,6 +114,15 @@ class Session {
     // and is of the same kind otherwise. Throws what Target::restore and Drafter::restore throw.
     void restore(const Saved & saved, const std::vector<llama_token> & tokens);
 
+    // Goes back to a position of at most n < n_past(), and returns which: fed from there on, the sequence is as if it had never been further. The
+    // token at n must be the next fed, or come again on the way there, since the drafter keeps what it has made of it.
+    // Any n will do where the target's cells can be dropped; a recurrent one has its checkpoints, and its beginning.
+    int32_t go_back(int32_t n);
+    // Remembers where the sequence stands, for go_back(). Nothing where it needs none, or may keep none. Of too many the one is
+    // dropped that lies closest behind another: so wherever a prompt turns off, not much of what can be kept is lost.
+    void checkpoint();
+    const std::vector<Checkpoint> & checkpoints() const { return checkpoints_; }
+
     // For measuring: decodes these rows behind the sequence, all of them output; it then ends with them. No drafter sees them.
     void decode(const std::vector<llama_token> & rows);
 
@@ -137,6 +154,8 @@ class Session {
     std::vector<llama_token> seen_;        // since its rows were looked after
     bool lacks_rows_ = false;              // for some of seen_
     const bool picks_on_backend_;
+    const int32_t n_checkpoints_;
+    std::vector<Checkpoint> checkpoints_;  // ascending
     llama_token last_ = -1;
     std::vector<int32_t> widths_;
 

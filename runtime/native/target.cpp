@@ -46,7 +46,8 @@ void Target::decode(const llama_token * tokens, int32_t n, Outputs outputs, bool
     checkpoint_.clear();
     since_.clear();
     if (may_rewind && recurrent_ && n - 1 > n_slots_) {
-        save_checkpoint();
+        copy_recurrent(checkpoint_);
+        checkpoint_past_ = n_cells_;
         since_.assign(tokens, tokens + n);
     }
     run(tokens, n, outputs);
@@ -71,7 +72,7 @@ void Target::settle() {
         return;
     }
     if (recurrent_ && (n_removed > n_slots_ || n_removed >= n_last_rows_)) {
-        restore_checkpoint();
+        decode_again();
         return;
     }
     if (!api().memory_seq_rm(api().get_memory(ctx_), 0, n_past_, -1)) {
@@ -106,6 +107,26 @@ void Target::restore(const std::vector<uint8_t> & state, int32_t n_past) {
     }
     n_past_ = n_cells_ = n_past;
     dirty_ = false;
+}
+
+std::vector<uint8_t> Target::mark() {
+    settle();
+    std::vector<uint8_t> state;
+    if (recurrent_) copy_recurrent(state);
+    return state;
+}
+
+void Target::go_back(int32_t n, const std::vector<uint8_t> & mark) {
+    if (!recurrent_) {
+        rewind(n);
+        settle();
+        return;
+    }
+    restore_recurrent(mark, n);
+    n_past_ = n;
+    n_last_rows_ = 0;
+    checkpoint_.clear();
+    since_.clear();
 }
 
 void Target::clear() { reset(true); }
@@ -207,30 +228,33 @@ void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {
     traffic_.hidden_bytes += int64_t(size_t(n) * hidden_width() * sizeof(float));
 }
 
-void Target::save_checkpoint() {
-    const size_t size = api().state_seq_get_size(ctx_, 0, STATE_PARTIAL_ONLY);
-    checkpoint_.resize(size);
-    if (api().state_seq_get_data(ctx_, checkpoint_.data(), size, 0, STATE_PARTIAL_ONLY) != size) {
-        throw LibraryError("llama.cpp could not save the recurrent state (" + std::to_string(size) + " bytes)");
-    }
-    count_state(size);
-    checkpoint_past_ = n_cells_;
-}
-
-void Target::restore_checkpoint() {
+// Back to the checkpoint, and forward to what stands.
+void Target::decode_again() {
     const int32_t n_again = n_past_ - checkpoint_past_;
-    dirty_ = true;  // until all of it has worked
-    if (api().state_seq_set_data(ctx_, checkpoint_.data(), checkpoint_.size(), 0, STATE_PARTIAL_ONLY) == 0 ||
-        !api().memory_seq_rm(api().get_memory(ctx_), 0, checkpoint_past_, -1)) {
-        throw LibraryError("llama.cpp could not restore the recurrent state at position " +
-                           std::to_string(checkpoint_past_));
-    }
-    count_state(checkpoint_.size());
-    n_cells_ = checkpoint_past_;
+    restore_recurrent(checkpoint_, checkpoint_past_);
     if (n_again > 0) {
         run(since_.data(), n_again, Outputs::none);
     }
     n_restores_ += 1;
+}
+
+void Target::copy_recurrent(std::vector<uint8_t> & to) {
+    to.resize(api().state_seq_get_size(ctx_, 0, STATE_PARTIAL_ONLY));
+    if (api().state_seq_get_data(ctx_, to.data(), to.size(), 0, STATE_PARTIAL_ONLY) != to.size()) {
+        throw LibraryError("llama.cpp could not save the recurrent state (" + std::to_string(to.size()) + " bytes)");
+    }
+    count_state(to.size());
+}
+
+// Puts back the recurrent state that n positions left, and drops the cells behind them.
+void Target::restore_recurrent(const std::vector<uint8_t> & state, int32_t n) {
+    dirty_ = true;  // until all of it has worked
+    if (api().state_seq_set_data(ctx_, state.data(), state.size(), 0, STATE_PARTIAL_ONLY) == 0 ||
+        !api().memory_seq_rm(api().get_memory(ctx_), 0, n, -1)) {
+        throw LibraryError("llama.cpp could not restore the recurrent state at position " + std::to_string(n));
+    }
+    count_state(state.size());
+    n_cells_ = n;
     dirty_ = false;
 }
 

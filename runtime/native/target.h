@@ -53,6 +53,13 @@ class Target {
     // Takes over such a state of n_past positions, from any context of the same model and KV types.
     void restore(const std::vector<uint8_t> & state, int32_t n_past);
 
+    // What go_back() needs to come back to here, beside cells that it can drop by position: the recurrent state of the standing
+    // positions; nothing for a target without one. Settles first.
+    std::vector<uint8_t> mark();
+    // From now on only the first n positions stand, however long ago they were decoded; `mark` is what mark() said there. Any n up
+    // to n_past() where the target is not recurrent, and has_all_cells().
+    void go_back(int32_t n, const std::vector<uint8_t> & mark);
+
     // Forgets everything; also mends a dirty target.
     void clear();
 
@@ -72,6 +79,9 @@ class Target {
     int32_t n_vocab() const { return n_vocab_; }
     int32_t n_slots() const { return n_slots_; }
     bool recurrent() const { return recurrent_; }
+    // Whether no cell of an earlier position has been given to a later one, as llama.cpp may do outside a sliding window once a
+    // state was restored.
+    bool has_all_cells() const { return api().memory_seq_pos_min(api().get_memory(ctx_), 0) <= 0; }
     int64_t n_restores() const { return n_restores_; }
     Traffic traffic() const;  // of all decodes here
 
@@ -82,8 +92,9 @@ class Target {
     void reset(bool zero);  // `zero` also fills llama.cpp's buffers with zeros
     void run(const llama_token * tokens, int32_t n, Outputs outputs);
     void count_state(size_t n_bytes);
-    void save_checkpoint();
-    void restore_checkpoint();
+    void decode_again();
+    void copy_recurrent(std::vector<uint8_t> & to);
+    void restore_recurrent(const std::vector<uint8_t> & state, int32_t n);
 
     llama_context * ctx_;
     const llama_vocab * vocab_;

@@ -2,7 +2,7 @@
 
     scripts/dev/compare_drafts.py MAIN SIDECAR LLAMA_SPECULATIVE_SIMPLE [--depth 3] [--tokens 64] [--prompt TEXT]
 
-Random weights are enough. llama-speculative-simple drafts its first time before the first token, and shortens what it says of its
+SIDECAR may also be a draft model. Random weights are enough. llama-speculative-simple drafts its first time before the first token, and shortens what it says of its
 last drafts to the tokens left; drafts are compared where both start from the same position, as far as it tells. It says nothing
 of DFlash2's.
 """
@@ -16,9 +16,11 @@ from pathlib import Path
 import click
 
 from llama_sidecar.runtime import _native, load
+from llama_sidecar.runtime.drafter_choice import MODEL, OTHERS
+from llama_sidecar.sidecars import KINDS
 
 CANDIDATE = re.compile(r"draft candidate +0, pos +\d+: +(\d+)")
-ROUND = re.compile(r"called impl draft-[a-z0-9]+, hist size = (\d+), call_count = \d+, gen = (\d+)")
+ROUND = re.compile(r"called impl draft-[a-z0-9-]+, hist size = (\d+), call_count = \d+, gen = (\d+)")
 
 
 @click.command()
@@ -43,7 +45,8 @@ def command(main: Path, sidecar: Path, peer: Path, depth: int, tokens: int, prom
             while native.n_past < len(start) + tokens:
                 position = native.n_past
                 ours[position] = native.step(chooser, depth, True).drafts
-    call = [peer, "-m", main, "-md", sidecar, "--spec-type", f"draft-{kind}", "-p", prompt, "-n", str(tokens)]
+    spec_type = OTHERS[MODEL][0] if kind == MODEL else KINDS[str(kind)].llama_name
+    call = [peer, "-m", main, "-md", sidecar, "--spec-type", spec_type, "-p", prompt, "-n", str(tokens)]
     call += ["--spec-draft-n-max", str(depth), "--spec-draft-p-min", "0", "--temp", "0", "--top-k", "1"]
     call += ["-c", "512", "-t", "1", "-lv", "5", "--ignore-eos"]
     ran = subprocess.run(call, capture_output=True, encoding="latin-1", timeout=120)

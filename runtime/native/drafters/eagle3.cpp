@@ -32,6 +32,7 @@ class Eagle3 final : public Drafter {
         ctx_.clear();
         rows_.clear();
         tokens_.clear();
+        n_alone_ = 0;
     }
 
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
@@ -71,6 +72,13 @@ class Eagle3 final : public Drafter {
 
     void catch_up() override {
         if (!tokens_.empty()) decode(false);
+    }
+
+    // The cell at position n-1 is that of (token n, g of n-1), which stands.
+    void go_back(int32_t n, const std::vector<uint8_t> &) override {
+        ctx_.go_back(n) ? rows_.go_back(n) : rows_.clear(n);
+        tokens_.resize(std::min(tokens_.size(), rows_.size()));
+        n_alone_ = 0;
     }
 
     std::vector<uint8_t> state() override {

@@ -50,6 +50,9 @@ class Gemma4Assistant final : public Drafter {
         }
     }
 
+    // The row before the next token comes with it.
+    void go_back(int32_t n, const std::vector<uint8_t> &) override { pos_ = n; }
+
     std::vector<uint8_t> state() override {
         ByteWriter out;
         out.put(row_);

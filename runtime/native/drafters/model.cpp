@@ -44,7 +44,7 @@ class DraftModel final : public Drafter {
         text_.push_back(last);
         const int32_t row = decode(true);
         drafted_.assign(1, ctx_.pick(picker, row, n_vocab_));
-        if (recurrent_ && n > 1) save();
+        if (recurrent_ && n > 1) state_ = ctx_.state(STATE_PARTIAL_ONLY);
         while (int32_t(drafted_.size()) < n) {
             ctx_.start();
             ctx_.add(drafted_.back(), nullptr, 0, true);
@@ -61,6 +61,30 @@ class DraftModel final : public Drafter {
     std::vector<int32_t> layers() const override { return {}; }
 
     DraftContext * context() override { return &ctx_; }
+
+    // Tokens that stand and have lost their cells wait again.
+    void go_back(int32_t n, const std::vector<uint8_t> & mark) override {
+        drop_drafts();
+        text_.resize(size_t(n));
+        if (n_true_ <= text_.size()) return;
+        if (!recurrent_) {
+            n_true_ = text_.size();
+            ctx_.trim(n);
+        } else if (mark.empty()) {
+            n_true_ = 0;
+            ctx_.clear();
+        } else {
+            n_true_ = text_.size();
+            restore(mark);
+        }
+    }
+
+    std::vector<uint8_t> mark() override {
+        if (!recurrent_) return {};
+        drop_drafts();
+        catch_up();
+        return ctx_.state(STATE_PARTIAL_ONLY);
+    }
 
   private:
     size_t n_waiting() const { return text_.size() - n_true_; }
@@ -86,26 +110,29 @@ class DraftModel final : public Drafter {
     void keep_right_drafts() {
         const size_t n_cells = size_t(ctx_.n_cells());
         if (n_cells == n_true_) return;
-        if (recurrent_) {
-            restore();
-        } else {
-            size_t n_right = 0;
-            while (n_true_ + 1 < text_.size() && n_true_ < n_cells && text_[n_true_] == drafted_[n_right]) {
-                n_true_ += 1;
-                n_right += 1;
+        size_t n_right = 0;
+        while (!recurrent_ && n_true_ + 1 < text_.size() && n_true_ < n_cells && text_[n_true_] == drafted_[n_right]) {
+            n_true_ += 1;
+            n_right += 1;
+        }
+        drop_drafts();
+    }
+
+    // Drops all cells but those of the tokens that stand.
+    void drop_drafts() {
+        if (size_t(ctx_.n_cells()) > n_true_) {
+            if (recurrent_) {
+                restore(state_);
+            } else {
+                ctx_.trim(llama_pos(n_true_));
             }
-            ctx_.trim(llama_pos(n_true_));
         }
         drafted_.clear();
     }
 
-    // The recurrent state as of the tokens that stand; cells of attention are dropped by position.
-    void save() {
-        state_ = ctx_.state(STATE_PARTIAL_ONLY);
-    }
-
-    void restore() {
-        ctx_.set_state(state_, STATE_PARTIAL_ONLY);
+    // Puts a state back that had n_true_ cells behind it; cells of attention are dropped by position.
+    void restore(const std::vector<uint8_t> & state) {
+        ctx_.set_state(state, STATE_PARTIAL_ONLY);
         ctx_.trim(llama_pos(n_true_));
     }
 

@@ -41,7 +41,10 @@ class Mtp final : public Drafter {
         choose_hidden_rows();
     }
 
-    void begin() override { begin_at(0, 0); }
+    void begin() override {
+        begin_at(0, 0);
+        n_alone_ = 0;
+    }
 
     void observe(int32_t pos, const llama_token * tokens, const float * hidden, int32_t n) override {
         const size_t n_embd = rows_.width();
@@ -90,6 +93,19 @@ class Mtp final : public Drafter {
             if (n_true_[head] < rows_.end()) decode(head, false);
         }
         forget();
+    }
+
+    // The cell at position n is that of (h of n-1, token n), which stands; carry_ comes with the token.
+    void go_back(int32_t n, const std::vector<uint8_t> &) override {
+        const llama_pos end = n + 1;
+        for (llama_pos & n_true : n_true_) n_true = std::min(n_true, end);
+        if (ctx_.go_back(end)) {
+            rows_.go_back(end);
+            tokens_.resize(rows_.size());
+        } else {
+            begin_at(end, 0);
+        }
+        n_alone_ = 0;
     }
 
     std::vector<uint8_t> state() override {

@@ -12,6 +12,7 @@ class NgramDrafter final : public Drafter {
   public:
     void begin() override { ngram_.clear(); }
     void observe(int32_t pos, const llama_token * tokens, const float *, int32_t n) override { ngram_.observe(pos, tokens, n); }
+    void go_back(int32_t n, const std::vector<uint8_t> &) override { ngram_.go_back(n); }
     void propose(llama_token last, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
         const size_t first = out.size();
         ngram_.find(last, n, out);

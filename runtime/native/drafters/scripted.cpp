@@ -19,6 +19,8 @@ class Scripted final : public Drafter {
 
     void observe(int32_t pos, const llama_token *, const float *, int32_t n) override { n_observed_ = pos + n; }
 
+    void go_back(int32_t n, const std::vector<uint8_t> &) override { n_observed_ = n; }
+
     void restore(const std::vector<llama_token> & tokens, const std::vector<uint8_t> &) override { n_observed_ = int32_t(tokens.size()); }
 
     void propose(llama_token, int32_t n, Picker & picker, std::vector<llama_token> & out) override {
