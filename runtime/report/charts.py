@@ -161,7 +161,7 @@ def _draw_depths(axes: Axes, results: Results) -> None:
         color=SERIES["green"],
         linestyle="--",
         marker="^",
-        label="bound: drafts for free",
+        label="bound (drafts for free)",
     )
     predicted = [(part["depth"], part["predicted"]) for part in parts if part.get("predicted") is not None]
     if predicted:
@@ -172,9 +172,9 @@ def _draw_depths(axes: Axes, results: Results) -> None:
             linestyle=":",
             marker="s",
             markerfacecolor="none",
-            label="predicted from costs and acceptance",
+            label="predicted",
         )
-    axes.plot(depths, speedups, color=SERIES["blue"], marker="o", label="measured (smallest to largest pair)")
+    axes.plot(depths, speedups, color=SERIES["blue"], marker="o", label="measured")
     axes.errorbar(depths[1:], speedups[1:], yerr=[low, high], color=SERIES["blue"], fmt="none", capsize=4)
     paced = results["bench"]
     if paced.get("paced"):
@@ -184,7 +184,7 @@ def _draw_depths(axes: Axes, results: Results) -> None:
     axes.set_xlabel("tokens drafted a round")
     axes.set_ylabel("times plain speed")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower left", frameon=False, fontsize=9, labelcolor=INK)
+    _legend_above(axes, n_columns=2)
 
 
 def _positions(results: Results) -> Chart | None:
@@ -235,10 +235,9 @@ def _round_parts(results: Results) -> Chart | None:
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.axvline(1000 * main["row_s"], color=INK, linestyle="--", linewidth=1)
     axes.invert_yaxis()
+    axes.set_xlim(left=0)
     axes.set_xlabel("milliseconds a round (dashed: one plain decode)")
-    axes.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=9, labelcolor=INK
-    )
+    _legend_above(axes, n_columns=len(PARTS))
     said = [
         f"{name}: " + ", ".join(f"{part} {1000 * row['round_s'][part]:.1f}" for part, _, _ in PARTS)
         for name, row in rows
@@ -269,6 +268,17 @@ def _ranges(axes: Axes, rows: Sequence[tuple[str, float, Sequence[float]]]) -> N
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.7)
     axes.set_xlim(left=min(0.9, *(low for _, _, (low, _) in rows)) - 0.05)
+
+
+def _legend_above(axes: Axes, *, n_columns: int) -> None:
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=n_columns,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+    )
 
 
 def _styles() -> Iterator[tuple[str, str]]:
