@@ -56,8 +56,8 @@ def file_of(pair: models.Pair) -> Any:
 
 
 def open_weights(path: Path, types: Sequence[T] | None = None) -> Weights:
-    with kernels.placing(types):
-        return Weights(path, with_head=False, n_gpu_layers=0, device=None)
+    ours = kernels.types() if types is None else types
+    return Weights(path, with_head=False, n_gpu_layers=0, device=None, ours=ours)
 
 
 EXACT = {  # settings of attention whose rows do not depend on how many are computed at once, whatever the length
@@ -241,8 +241,8 @@ def test_a_type_that_is_not_wanted_is_not_placed(file_of: Any) -> None:
 
 def test_plain_and_speculative_text_are_equal(pair_of: Any) -> None:
     made = pair_of("R", "Q8_0")
-    with kernels.placing() as placed, load(made.main, made.sidecar, flash_attn="off", threads=2) as model:
-        assert T.Q8_0 in placed
+    assert T.Q8_0 in kernels.types()
+    with load(made.main, made.sidecar, kernels="ours", flash_attn="off", threads=2) as model:
         texts = []
         for depth in (0, 1, 3, 7):
             with model.session(ctx=512, depth=depth) as session:
@@ -270,9 +270,8 @@ if ours:
     from pathlib import Path
     from llama_sidecar.runtime import kernels
     from llama_sidecar.runtime.weights import Settings, Weights, make_target_context
-    with kernels.placing() as placed:
-        assert placed
-        weights = Weights(Path(main), with_head=False, n_gpu_layers=0, device=None)
+    assert kernels.types()
+    weights = Weights(Path(main), with_head=False, n_gpu_layers=0, device=None, ours=kernels.types())
     context = make_target_context(weights, Settings(threads=2), n_ctx=64, depth=0, n_slots=0)
 llm = llama_cpp.Llama(main, n_ctx=128, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False)
 for block in ([1, 2, 3], [4], [5, 6, 7, 8], [9], list(range(10, 40))):
