@@ -603,9 +603,18 @@ class Generation(Iterator[str]):
                 n += 1
                 yield Piece(*piece)
 
+    def stretch(self, seconds: float) -> None:
+        """From now on every step of an iteration takes the rounds that begin within so many seconds: for a reader who wants text
+        no more often than that, and would rather have it sooner. 0 is a round a step.
+
+        Example:
+            >>> generation.stretch(0.02)                                         # doctest: +SKIP
+        """
+        self._stretch_s = seconds
+
     def read(self) -> str:
         """Runs to the end and returns the whole text, in fewer calls than there are rounds."""
-        self._stretch_s = READ_S
+        self.stretch(READ_S)
         for _ in self:
             pass
         return self.text

@@ -121,6 +121,16 @@ def test_an_error_costs_its_request_alone(pool: Pool, monkeypatch: pytest.Monkey
     assert len(Asked(pool, [1, 2]).until("ended").tokens) == 4 and pool.n_busy == 0
 
 
+def test_an_owner_s_error_at_the_end_does_not_end_the_slot(model: Model) -> None:
+    def fail(job: Job) -> None:
+        raise ZeroDivisionError
+
+    pool = Pool(model, n_slots=1, n_waiting=0, on_end=fail)
+    for _ in range(2):
+        assert len(Asked(pool, [1, 2]).until("ended").tokens) == 4
+    pool.close()
+
+
 def test_a_stream_s_pieces_are_its_text(pool: Pool) -> None:
     for fields in ({"stream": True}, {"lens": True}, {"stream": True, "lens": True}):
         asked = Asked(pool, [1, 2, 3], 30, **fields).until("ended")

@@ -34,11 +34,8 @@ from . import requests
 from .answers import Answer, ChatAnswer, TextAnswer
 from .errors import RequestError
 from .metrics import Metrics
-from .pool import DRAINING, Job, Pool
+from .pool import CHUNK_S, DRAINING, Job, Pool
 
-MIN_CHUNK_S = (
-    0.01  # between a stream's chunks: tokens that come faster share one, which nobody sees and costs far less
-)
 PING_S = 15.0  # after which a stream that has nothing to say shows that it lives
 BODY_S = 30.0  # that a client may take to send its body
 MAX_DEPTH = 64  # of lists and objects within each other in a body
@@ -273,7 +270,7 @@ class _Events(StreamingResponse):
                     continue
                 if (news := job.take()) and job.generation is not None:
                     yield _lines(answer.chunk(job.generation, news))
-                    await asyncio.sleep(MIN_CHUNK_S)
+                    await asyncio.sleep(CHUNK_S)
             generation = running.result()
             news = job.take()
             yield _lines([*(answer.chunk(generation, news) if news else ()), *answer.closing(generation)])
