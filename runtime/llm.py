@@ -251,8 +251,9 @@ class Model:
             device=settings.device,
             ours=self.kernels.ours,
         )
-        # Whether a drafter's best tokens are taken on its device, so that its logits stay there; on the CPU nothing has to cross.
-        self.picks_on_backend = self.gpu_layers != 0 and settings.device != "none" and bool(placement.gpus())
+        # Whether a drafter's best tokens are taken on its device. Off: llama.cpp's greedy sampler hands out the logits beside the token
+        # (llm_graph_context::build_sampling), so that nothing is saved. gpu_check.py measures both.
+        self.picks_on_backend = False
         self.head_weights = self.weights
         if head is not None:
             # The drafter goes where the output goes.

@@ -60,7 +60,7 @@ def test_a_round_of_a_head_to_the_byte(pair_of: PairOf, letter: str) -> None:
             }
 
 
-def test_a_backend_that_picks_keeps_the_logits(pair_of: PairOf) -> None:
+def test_a_backend_that_picks_hands_out_token_ids_too(pair_of: PairOf) -> None:
     pair = pair_of("R", "Q8_0")
     texts = []
     for picks in (False, True):
@@ -68,7 +68,7 @@ def test_a_backend_that_picks_keeps_the_logits(pair_of: PairOf) -> None:
             assert not model.picks_on_backend  # on the CPU
             model.picks_on_backend = picks
             counted = [counts for counts, _ in rounds(model)]
-            expected = (DEPTH + 1) * LOGITS + DEPTH * (4 if picks else LOGITS)
+            expected = (DEPTH + 1) * LOGITS + DEPTH * (LOGITS + 4 * picks)
             assert {counts["logits_bytes"] for counts in counted} == {expected}
             with model.session(depth=DEPTH) as session:
                 text = session.generate(PROMPT, max_tokens=48, ignore_eos=True)
@@ -92,8 +92,8 @@ def test_draws_of_the_drafter_need_its_logits(pair_of: PairOf) -> None:
                 stats = text.stats
                 of_target = (stats.n_drafted + stats.n_rounds) * LOGITS
                 per_draft.append((stats.logits_bytes - of_target) / stats.n_drafted)
-    assert per_draft[0] == 4 and per_draft[1] == LOGITS
-    assert 4 < per_draft[2] < LOGITS
+    assert per_draft[0] == LOGITS + 4 and per_draft[1] == LOGITS
+    assert LOGITS < per_draft[2] < LOGITS + 4
 
 
 @pytest.mark.parametrize("kind", ALWAYS)

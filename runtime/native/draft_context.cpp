@@ -174,7 +174,8 @@ void DraftContext::process(int32_t type) {
     // An encoder hands out every row, and no logits.
     const bool decodes = type == PROCESS_DECODE;
     const int64_t n_rows = !decodes || rows_ == Rows::all ? n_added_ : rows_ == Rows::of_outputs ? n_outputs_ : 0;
-    const size_t per_output = sampler_ != nullptr ? sizeof(llama_token) : size_t(n_vocab_) * sizeof(float);
+    // A greedy sampler of the backend hands out the logits as well as the token.
+    const size_t per_output = size_t(n_vocab_) * sizeof(float) + (sampler_ != nullptr ? sizeof(llama_token) : 0);
     traffic_.n_decodes += 1;
     traffic_.hidden_bytes += n_rows * int64_t(n_embd_ * sizeof(float));
     if (decodes) traffic_.logits_bytes += n_outputs_ * int64_t(per_output);

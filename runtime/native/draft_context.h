@@ -50,7 +50,7 @@ class DraftContext {
     // Whether decodes hand out hidden rows of the output rows alone (`masked`) or of all; drafters that take none leave it out.
     void hand_out_rows(bool masked);
 
-    // With `wanted` pick() takes the best token as the backend finds it, where the logits are: no logits come to the host, and every
+    // With `wanted` pick() takes the best token as the backend finds it, where the logits are (they come to the host all the same), and every
     // pick must be of best_picker(). Asked before each draft; it comes back late, since each change reserves buffers anew. Does
     // nothing where the backend cannot.
     void pick_on_backend(bool wanted);

@@ -16,7 +16,7 @@ struct Traffic {
     int64_t n_decodes = 0;
     int64_t n_graphs_reused = 0;  // of these: llama.cpp had the graph from the decode before, and a backend its recording of it
     int64_t n_syncs = 0;          // calls that wait until the backend is idle
-    int64_t logits_bytes = 0;     // to the host; token ids in their place where the backend picks
+    int64_t logits_bytes = 0;     // to the host; token ids beside them where the backend picks
     int64_t hidden_bytes = 0;     // to the host: hidden rows handed out
     int64_t fed_bytes = 0;        // to the device: hidden rows in the drafter's batches
     int64_t state_bytes = 0;      // either way: a sequence's state, for checkpoints and moves between contexts
