@@ -96,7 +96,9 @@ def running(server: Served, **fields: Any) -> Iterator[http.client.HTTPResponse]
         ({"grammar": "root = 1"}, "grammar"),
         ({"json_schema": {"type": "strange"}}, "JSON schema"),
         ({"json_schema": {"$ref": "https://example.org/x.json"}}, "JSON schema"),
-        ({"chat_template_kwargs": {"messages": []}}, "given already"),
+        ({"chat_template_kwargs": {"messages": []}}, "not for a request to give"),
+        ({"chat_template_kwargs": {"self": 1}}, "not for a request to give"),
+        ({"foo\ud800": 1}, "unknown: foo"),
         ({"functions": [{"name": "f"}]}, "give tools"),
         ({"reasoning_effort": "high"}, "chat_template_kwargs"),
         ({"store": True}, "nothing is stored"),
@@ -124,6 +126,8 @@ def test_a_bad_field_is_one_clear_line(server: Served, fields: dict[str, Any], w
         ({"prompt": {}}, "a text or a list is expected"),
         ({"prompt": ""}, "empty"),
         ({"prompt": [999]}, "outside the vocabulary"),
+        ({"prompt": [999], "echo": True}, "outside the vocabulary"),
+        ({"prompt": [10**30], "echo": True}, "outside the vocabulary"),
         ({"prompt": ["a", 1]}, "has 2 prompts"),
         ({"suffix": "x"}, "at its end alone"),
         ({"best_of": 2}, "one answer"),
@@ -229,6 +233,14 @@ def test_only_who_has_the_key_is_answered(main: Path) -> None:
         status, _, headers = server.request("/")
         assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
         assert server.request("/health", Host="elsewhere.example")[0] == 200
+        for name in ("localhost/health?", "localhost/?", "localhost/health#"):  # no way to another path
+            assert server.request("/metrics", Host=name)[0] == 401
+
+
+@pytest.mark.parametrize("model", ["other", ["main"], {}, 1])
+def test_another_model_is_not_found(server: Served, model: Any) -> None:
+    status, found, _ = server.request("/v1/chat/completions", {**SHORT, "model": model})
+    assert status == 404 and "is not here" in found["error"]["message"]
 
 
 def test_only_names_of_this_machine_are_answered_to(server: Served) -> None:
@@ -304,6 +316,13 @@ def test_requests_of_all_sorts_leave_no_slot_stuck_and_memory_flat(main: Path) -
     soak = runpy.run_path(str(ROOT / "scripts" / "dev" / "soak.py"))["soak"]
     options = ("--slots", "4", "--queue", "8", "--ctx", "1024", "--depth", "2", "--threads", "1")
     with served(main, *options) as server:
+        # All slots full once: what they take from then on is a leak.
+        full = {**SHORT, "max_tokens": 1000}
+        threads = [threading.Thread(target=server.chat, kwargs={**full, "user": name}) for name in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         report = soak(server.url, server.process.pid, n_requests=150, n_clients=6)
         assert report.problems() == [], report
         assert sum(report.ends.values()) == 150 and report.ends["left"] >= 30

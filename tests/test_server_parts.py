@@ -114,6 +114,20 @@ def test_calls_are_found_between_marks() -> None:
     assert thought == [("reasoning", "Hm"), call]
 
 
+def test_arguments_with_half_a_character_are_text_all_the_same() -> None:
+    half = HERMES.replace("Rom", r"R\ud800m")
+    assert cut(half, offered=tools()) == [("call", Call("weather", '{"city": "R?m"}'))]
+    quoted = HERMES.replace('{"city": "Rom"}', r'"R\ud800m"')
+    assert cut(quoted, offered=tools()) == [("call", Call("weather", "R?m"))]
+
+
+def test_a_schema_without_properties_reads_arguments_as_they_stand() -> None:
+    for properties in (None, [1]):
+        function = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+        ((kind, found),) = cut(XML, offered=tools(tools=[{"type": "function", "function": function}]))
+        assert kind == "call" and json.loads(found.arguments) == {"city": 12, "days": 3}
+
+
 def test_what_is_no_call_stays_text() -> None:
     for text in (
         HERMES.replace("weather", "launch"),
@@ -142,6 +156,12 @@ def test_a_forced_call_has_a_grammar_of_its_own() -> None:
     assert root.startswith('root ::= "<tool_call>\\n" (') and root.endswith(') "\\n</tool_call>"')
     assert '\\"weather\\"' in marked
     assert "<tool_call>" not in tools("", tool_choice="required").grammar()
+    again = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+    nested = {"type": "function", "function": {"name": "chain", "parameters": again}}
+    grammar = tools("", tools=[nested], tool_choice="required").grammar()
+    assert (
+        "next" in grammar and grammar.count("chain") == 1
+    )  # the schema's own root, and not the whole call again
     assert (
         tools().forced == [] and read_tools(Fields({"tools": [WEATHER], "tool_choice": "none"}), "") is None
     )

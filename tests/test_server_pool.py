@@ -58,7 +58,8 @@ class Asked:
 
 
 def test_each_conversation_goes_on_in_the_slot_that_holds_it(pool: Pool) -> None:
-    talks = {"a": list(range(40, 80)), "b": list(range(90, 130))}
+    system = list(range(10, 30))  # in which both begin alike
+    talks = {"a": [*system, *range(40, 80)], "b": [*system, *range(90, 130)]}
     for turn in range(3):
         for client, talk in talks.items():
             asked = Asked(pool, list(talk), client=client).until("ended")
@@ -66,11 +67,12 @@ def test_each_conversation_goes_on_in_the_slot_that_holds_it(pool: Pool) -> None
             talk += [*asked.tokens, 50, 51, 52, 53, 54]
 
 
-def test_a_prompt_goes_to_the_slot_with_most_of_it_else_to_the_one_that_rested_longest(model: Model) -> None:
+def test_a_slot_knows_what_it_would_keep_of_a_prompt(model: Model) -> None:
     slots = [Slot(None, held=held) for held in ([1, 2, 3, 4], [1, 2, 9], [])]  # type: ignore[arg-type]
     assert [slot.n_common([1, 2, 3, 5, 6]) for slot in slots] == [3, 2, 0]
     assert [slot.n_common([1, 2, 3, 4]) for slot in slots] == [4, 2, 0]
     assert [slot.n_common([7]) for slot in slots] == [0, 0, 0]
+    assert [slot.n_kept([1, 2, 5]) for slot in slots] == [0, 2, 0]
 
 
 def test_what_finds_no_slot_waits_and_beyond_that_is_refused(pool: Pool) -> None:

@@ -33,6 +33,7 @@ from ..errors import PromptError
 from . import requests
 from .answers import Answer, ChatAnswer, TextAnswer
 from .errors import RequestError
+from .fields import shown
 from .metrics import Metrics
 from .pool import CHUNK_S, DRAINING, Job, Pool
 
@@ -154,9 +155,9 @@ class _Server:
         }
 
     def _check_model(self, name: Any) -> None:
-        if name is not None and name not in self._names:
+        if name is not None and not (isinstance(name, str) and name in self._names):
             raise RequestError(
-                f"the model {name!r} is not here: this server has {self._model_id!r}",
+                f"the model {shown(name)} is not here: this server has {self._model_id!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -277,6 +278,7 @@ class _Events(StreamingResponse):
         except LlamaSidecarError as error:
             yield _lines([_as_request_error(error).body()])
         except Exception:
+            _log.exception("a stream failed")
             yield _lines([_INTERNAL.body()])
         yield b"data: [DONE]\n\n"
 
@@ -399,6 +401,9 @@ class _Gate:
             else:
                 with contextlib.suppress(ClientDisconnect):
                     await self._app(scope, receive, counting)
+        except Exception:
+            status = 500  # what is outside of this answers so
+            raise
         finally:
             path = scope["path"]
             self._metrics.count_request(path if path in _PATHS else "other", status)
@@ -410,7 +415,8 @@ class _Gate:
             name = ""
         if self._limits.hosts and name not in self._limits.hosts:  # a foreign page whose name leads here
             return RequestError(f"the server is not called {name!r} (--allow-host takes names)", status=403)
-        if self._limits.api_key is None or http.url.path in _PUBLIC:
+        # The path that leads to a route: that of http.url begins with what the client calls the server, and may be another.
+        if self._limits.api_key is None or http.scope["path"] in _PUBLIC:
             return None
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(key.strip().encode(), self._limits.api_key.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llama_sidecar.sidecars import LlamaSidecarError
+from llama_sidecar.sidecars.errors import printable
 
 MAX_MESSAGE = 1000  # characters: a value that is wrong may be as long as a body
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -43,4 +44,6 @@ class RequestError(LlamaSidecarError):
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = f"{message[:MAX_MESSAGE]}..."
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        # A field's name is a client's, and JSON's escapes may spell what is no text; messages are printable already.
+        param = self.param and printable(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}

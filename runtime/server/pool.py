@@ -2,7 +2,7 @@
 
 Slots do not share a decode: they take turns at compute a round at a time (the model's fair lock), so a round costs with four
 running what it costs with one, and pace's figures stay right. A slot keeps what it holds when a text has ended; a request gets the
-free slot that has most of its prompt. Knows no HTTP: a job tells its owner that there is news, from the slot's thread.
+free slot that has most of its prompt, if that slot then loses less than it keeps. Knows no HTTP: a job tells its owner that there is news, from the slot's thread.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ class Slot:
     held: list[int] = field(default_factory=list)
     job: Job | None = None
     used: float = 0.0
+
+    def n_kept(self, tokens: list[int]) -> int:
+        """Tokens that it would keep for a prompt; none where they are less than half: conversations that begin alike, with the
+        same system prompt, are not to push each other out while another slot rests."""
+        n = self.n_common(tokens)
+        return n if 2 * n > len(self.held) else 0
 
     def n_common(self, tokens: list[int]) -> int:
         """How many tokens of a prompt it holds."""
@@ -249,10 +255,10 @@ class Pool:
             slot.session.close()
 
     def _place(self, job: Job) -> None:
-        """Gives a job to the free slot that holds most of its prompt; of equal ones to the one that rested longest."""
+        """Gives a job to the free slot that keeps most of what it holds for it, or to the one that rested longest."""
         tokens = job.request.tokens
         free = [slot for slot in self.slots if slot.job is None]
-        best = max(free, key=lambda slot: (slot.n_common(tokens), -slot.used))
+        best = max(free, key=lambda slot: (slot.n_kept(tokens), -slot.used))
         best.job = job
         best.inbox.put(job)
 

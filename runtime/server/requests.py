@@ -44,7 +44,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "tell the model in a message"),
     "web_search_options": ((), "there is no search"),
 }
-_TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception")
+_TEMPLATE_OWN = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "raise_exception",
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,9 @@ def read_chat(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
     _bind(options, fields, tools)
     variables = fields.take("chat_template_kwargs", dict, default={})
     if own := sorted(variables.keys() & {*_TEMPLATE_OWN}):
-        raise RequestError(f"chat_template_kwargs has {own[0]}, which is given already: leave it out")
+        raise RequestError(
+            f"chat_template_kwargs has {own[0]}, which is not for a request to give: leave it out"
+        )
     fields.end()
     is_bound = any(options.get(name) is not None for name in ("grammar", "json_schema"))
     if is_bound:  # a sentence of a grammar has no reasoning before it
@@ -141,6 +151,11 @@ def read_text(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
             "echo with logprobs: the prompt's tokens have none here; leave one out", param="echo"
         )
     tokens = vocab.tokenize(prompt) if isinstance(prompt, str) else prompt
+    if (bad := next((token for token in tokens if not 0 <= token < vocab.n_tokens), None)) is not None:
+        raise RequestError(
+            f"prompt has token id {shown(bad)}, which is outside the vocabulary of {vocab.n_tokens}",
+            param="prompt",
+        )
     text = prompt if isinstance(prompt, str) else vocab.text_of(prompt) if echo else ""
     text = text.encode("utf-8", "replace").decode()  # JSON's escapes may spell what is no text
     return Request(tokens=tokens, options=options, echo=text if echo else "", **common)

@@ -132,7 +132,8 @@ def serve(
             metrics.count_answer(job.generation.stats, waited_s=job.waited_s, cancelled=cancelled)
 
     pool = Pool(model, n_slots=slots, n_waiting=queue, on_end=count)
-    hosts = (*LOOPBACK, host, *allow_hosts) if is_loopback(host) and api_key is None else ()
+    names = (*LOOPBACK, host, *allow_hosts)
+    hosts = tuple(name.lower() for name in names) if is_loopback(host) and api_key is None else ()
     app = make_app(
         pool,
         model_id=model_id or model.main.path.stem,

@@ -97,9 +97,10 @@ class Tools:
         return known if len(known) == len(calls) else []
 
     def _read_xml(self, name: str, body: str) -> Call:
-        types = self.schemas.get(name, {}).get("properties", {})
-        arguments = {key: _value(text, types.get(key)) for key, text in _PARAMETER.findall(body)}
-        return Call(name, json.dumps(arguments, ensure_ascii=False))
+        types = self.schemas.get(name, {}).get("properties")
+        known = types if isinstance(types, Mapping) else {}
+        arguments = {key: _value(text, known.get(key)) for key, text in _PARAMETER.findall(body)}
+        return Call(name, _as_json(arguments))
 
 
 def _value(text: str, schema: Any) -> Any:
@@ -118,7 +119,13 @@ def _read_json(data: Any) -> Call | None:
     name, arguments = data.get("name"), data.get("arguments", data.get("parameters"))
     if not isinstance(name, str) or not isinstance(arguments, (Mapping, str)):
         return None
-    return Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return Call(name, _as_json(arguments))
+
+
+def _as_json(arguments: Any) -> str:
+    """Arguments as JSON, which a text is already; escapes that spell half a character are no text, and become "?"."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -126,7 +133,7 @@ def _moved(schema: Any, place: str) -> Any:
     if isinstance(schema, Mapping):
         return {
             key: f"{place}{value[1:]}"
-            if key == "$ref" and isinstance(value, str) and value.startswith("#/")
+            if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
             else _moved(value, place)
             for key, value in schema.items()
         }
