@@ -195,6 +195,7 @@ class Conversation:
         """
         self._settle()
         path, model = Path(path), self.session.model
+        conversation_file.check_name(path)  # before the state, which is large, is written
         state = None
         if with_state:
             state = (

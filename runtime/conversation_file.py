@@ -46,8 +46,7 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> None:
         ConversationFileError: the system refuses, or the name is that of a folder or a device.
     """
     path = Path(path)
-    if not path.name or (path.exists() and not path.is_file()):
-        raise ConversationFileError(f"{path} cannot be written: it is a folder or a device")
+    check_name(path)
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -61,6 +60,18 @@ def write(path: str | os.PathLike[str], saved: SavedConversation) -> None:
             file.write(f"{json.dumps(data, ensure_ascii=False, indent=1)}\n".encode(errors="replace"))
     except OSError as error:
         raise ConversationFileError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_name(path: Path) -> None:
+    """Raises ConversationFileError where no file can be written: the name is that of a folder or a device, or none that there may be."""
+    try:
+        is_other = not path.name or path.name == ".." or (path.exists() and not path.is_file())
+    except OSError as error:
+        raise ConversationFileError(f"{path} cannot be written: {error.strerror or error}") from error
+    if is_other:
+        raise ConversationFileError(f"{path} cannot be written: it is a folder or a device")
+    if "\0" in str(path):
+        raise ConversationFileError(f"{str(path)!r} cannot be written: no file's name has a NUL in it")
 
 
 def read(path: str | os.PathLike[str]) -> SavedConversation:
@@ -85,7 +96,9 @@ def read(path: str | os.PathLike[str]) -> SavedConversation:
     state = data.get("state")
     if not (isinstance(name, str) and isinstance(digest, str)):
         raise ConversationFileError(f"{path} does not say which model it is of: 'model' is {model!r}")
-    if state is not None and not (isinstance(state, str) and state not in ("", "..") and "/" not in state):
+    if state is not None and not (
+        isinstance(state, str) and state not in ("", ".", "..") and not {"/", "\0"} & {*state}
+    ):
         raise ConversationFileError(f"{path}: its state {state!r} is no name of a file beside it")
     return SavedConversation(
         model=name,
@@ -97,9 +110,9 @@ def read(path: str | os.PathLike[str]) -> SavedConversation:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():
-        raise ConversationFileError(f"{path}: no saved conversation, but a folder or a device")
     try:
+        if path.exists() and not path.is_file():
+            raise ConversationFileError(f"{path}: no saved conversation, but a folder or a device")
         if path.stat().st_size > MAX_BYTES:
             raise ConversationFileError(
                 f"{path} is no saved conversation: it has more than {MAX_BYTES >> 20} MiB"

@@ -152,6 +152,11 @@ def test_lines_from_a_pipe_are_questions(main: Path) -> None:
     assert "accepted" in result.stderr and ">" not in result.stderr.split("accepted")[0].splitlines()[0]
 
 
+def test_a_pipe_that_is_no_text_is_one_line(main: Path) -> None:
+    result = chat(main, input=b"Hello \xff\n")
+    assert result.exit_code != 0 and "stdin: not UTF-8 text" in str(result.exception)
+
+
 def test_a_message_is_answered_and_that_is_all(main: Path) -> None:
     answer = chat(main, "-m", "Hello")
     assert answer.exit_code == 0 and answer.stderr.count("tok/s") == 1

@@ -156,6 +156,7 @@ def test_save_and_load_with_the_state(chat: Chat, tmp_path: Path) -> None:
     messages = chat.talk.conversation.messages
     said = chat("/clear", "/system off", "Other", f"/load {path}")
     assert "1 question" in said and "the last: One" in said
+    assert "nothing was answered yet" in chat("/stats")
     assert chat.talk.conversation.messages == messages and chat.talk.conversation.system == "Be brief."
     chat("And?")
     assert chat.talk.answer is not None and chat.talk.answer.stats.n_reused > 20

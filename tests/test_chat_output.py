@@ -6,6 +6,7 @@ import io
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,6 +273,24 @@ def test_an_answer_that_breaks_leaves_the_screen_in_order() -> None:
         output.show(Broken(), Answer([]), lambda columns: "status")  # type: ignore[arg-type]
     terminal.write(file.getvalue() + "> next")
     assert terminal.lines() == ["begun", "", "> next"]
+
+
+def test_line_ends_that_markdown_does_not_know_lose_nothing(painter: Painter) -> None:
+    text = "one\u2028two\n\nthree\u2029four\n\n```c\nint\u2028a;\n```\n\nlast"
+    for seed in range(4):
+        shown = " ".join(plain(in_pieces(text, MarkdownFlow(), painter, random.Random(seed))))
+        for word in re.findall(r"\w+", text):
+            assert shown.count(word) == text.count(word), (word, shown)
+
+
+def test_escape_codes_of_a_model_reach_no_terminal_beside_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    talk: Any = Talk(("reasoning", "\aHm"), ("content", "\aYes"))
+    PlainOutput().show(talk, Answer([Piece("Yes", 1, "plain")]), lambda columns: "")  # type: ignore[arg-type]
+    shown = capsys.readouterr()
+    assert shown.err == "\ufffdHm\n" and shown.out == "\aYes\n"
 
 
 @pytest.mark.parametrize("text", ["Yes", "Yes\n", ""])

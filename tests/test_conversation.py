@@ -208,6 +208,8 @@ GOOD: dict[str, Any] = {
         ({"said": {"text": "Hi", "tokens": [True]}}, "said"),
         ({"state": "/etc/passwd"}, "no name of a file"),
         ({"state": ".."}, "no name of a file"),
+        ({"state": "."}, "no name of a file"),
+        ({"state": "a\0b"}, "no name of a file"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_one_line(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -238,4 +240,20 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
         conversation_file.write(tmp_path, saved)
     with pytest.raises(ConversationFileError, match="No such file"):
         conversation_file.write(tmp_path / "none" / "talk.json", saved)
+    for path in (tmp_path / ("x" * 300), tmp_path / "a\0b", Path("/"), tmp_path / ".."):
+        with pytest.raises(ConversationFileError, match="cannot be written"):
+            conversation_file.write(path, saved)
+    with pytest.raises(ConversationFileError, match="too long"):
+        conversation_file.read(tmp_path / ("x" * 300))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_cannot_be_written_leaves_no_state_behind(model: Model, tmp_path: Path) -> None:
+    with model.session() as session:
+        talk = Conversation(session)
+        talk.ask("One", **ASKED).read()
+        (tmp_path / "talk.json").mkdir()
+        for path in (tmp_path / "talk.json", Path("/"), tmp_path / ".."):
+            with pytest.raises(ConversationFileError, match="cannot be written"):
+                talk.save(path, with_state=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]

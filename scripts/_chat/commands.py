@@ -186,8 +186,8 @@ def load(talk: Talk, argument: str) -> None:
             talk.restore(saved.state)
         except SessionFileError as error:
             problem = f"{error}: the conversation will be read again"
+    talk.clear()
     talk.conversation.load(saved)
-    talk.total = None
     n = sum(message["role"] == "user" for message in saved.messages)
     other = "" if saved.model == talk.model.main.path.name else f", of {saved.model}"
     talk.say(

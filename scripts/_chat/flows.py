@@ -41,6 +41,7 @@ _STYLES = Theme(
         "markdown.table.header": "bold",
     }
 )
+_LINES = re.compile(r"[^\n]*\n|[^\n]+")
 _BLANKS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")
 _NOTHING = re.compile(r"(?: |\x1b\[[0-9;]*m)*")
 _MARKS_ALONE = re.compile(r"\s*(?:[-*_+=`~#>|:]+|\d+[.)]?)\s*")  # a line that may become anything
@@ -191,7 +192,7 @@ class MarkdownFlow:
     def _starts(self, text: str) -> Iterator[tuple[int, bool, int | None]]:
         """Where blocks and list items begin: the place in `text`, whether a blank line goes before it, the number of an item."""
         lines = [0]
-        for line in text.splitlines(keepends=True):
+        for line in _lines(text):
             lines.append(lines[-1] + len(line))
         is_first, number = True, None
         for token in self._parse(text):
@@ -243,7 +244,7 @@ class MarkdownFlow:
         """Of a long code block that goes on, the beginning, which is then highlighted for the last time."""
         if not self._is_fence():
             return []
-        opening, *code = self._text.splitlines(keepends=True)
+        opening, *code = _lines(self._text)
         n_whole = len(code) - (not self._text.endswith("\n"))
         if n_whole <= N_CODE_LINES:
             return []
@@ -258,6 +259,11 @@ class MarkdownFlow:
         return lines + [""] * n_blank
 
 
+def _lines(text: str) -> list[str]:
+    """The lines as Markdown has them, with their ends: str.splitlines knows line ends, such as U+2028, that are none there."""
+    return _LINES.findall(text)
+
+
 def _stripped(lines: list[str]) -> list[str]:
     """Without the blank lines that rich has around lists and tables."""
     filled = [i for i, line in enumerate(lines) if line] or [0]
@@ -267,7 +273,7 @@ def _stripped(lines: list[str]) -> list[str]:
 def _is_closed(fence: Token, text: str) -> bool:
     """Whether a code block that ends `text` is complete."""
     assert fence.map is not None
-    lines = text.splitlines()
+    lines = _lines(text)
     last = lines[min(fence.map[1], len(lines)) - 1].strip()
     is_mark = last.startswith(fence.markup) and not last.strip(fence.markup[0])
     return fence.map[1] - fence.map[0] > 1 and is_mark

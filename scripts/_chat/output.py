@@ -36,7 +36,8 @@ class PlainOutput:
     def show(self, talk: Conversation, answer: Generation, status: Status) -> None:
         last = {"reasoning": "\n", "content": "\n"}
         for kind, text in talk.parts():
-            click.echo(text, nl=False, err=kind == "reasoning")
+            stream = sys.stderr if kind == "reasoning" else sys.stdout
+            click.echo(safe(text) if stream.isatty() else text, nl=False, err=kind == "reasoning")
             last[kind] = text
         for kind in ("reasoning", "content"):
             if not last[kind].endswith("\n") or (kind == "content" and not answer.text):

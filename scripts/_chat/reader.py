@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from llama_sidecar.runtime import PromptError
+
 from . import history
 
 if TYPE_CHECKING:
@@ -54,7 +56,10 @@ class LineReader:
         if self._is_terminal and not sys.stdout.isatty():  # a prompt is no answer
             click.echo(prompt, nl=False, err=True)
             prompt = ""
-        return input(prompt if self._is_terminal else "")
+        try:
+            return input(prompt if self._is_terminal else "")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"stdin: not UTF-8 text (byte {error.start} of what was read)") from error
 
 
 class EditorReader:

@@ -218,11 +218,19 @@ def stopped_by_ctrl_c(session: Session) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def _is_ours(fd: int) -> bool:
+    """Whether a terminal is read by this process: changing it from the background would stop us, and it may be nobody's."""
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
     """Inside, a terminal does not show what is typed: it is read by the next question."""
     fd = sys.stdin.fileno() if sys.stdin.isatty() else None
-    if fd is None or os.tcgetpgrp(fd) != os.getpgrp():  # in the background it would stop us
+    if fd is None or not _is_ours(fd):
         yield
         return
     before = termios.tcgetattr(fd)
