@@ -65,6 +65,7 @@ class Conversation:
         self._exchanges: list[_Exchange] = []
         self._running: _Running | None = None
         self._last_question: str | None = None
+        self._unanswered = False  # whether that one is not among the exchanges
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -117,7 +118,7 @@ class Conversation:
         tokens = self._tokens(text)
         generation = self.session.generate(tokens, **options)
         self._running = _Running(question, text, tokens, generation)
-        self._last_question = question
+        self._last_question, self._unanswered = question, True
         return generation
 
     def retry(self, **options: Any) -> Generation:
@@ -134,7 +135,7 @@ class Conversation:
         if question is None:
             raise PromptError("there is no question to answer again: nothing was asked yet")
         before = list(self._exchanges)
-        if before and before[-1].question == question:
+        if before and not self._unanswered:
             self._exchanges.pop()
         try:
             return self.ask(question, **options)
@@ -149,11 +150,12 @@ class Conversation:
             return None
         question = self._exchanges.pop().question
         self._last_question = self._exchanges[-1].question if self._exchanges else None
+        self._unanswered = False
         return question
 
     def clear(self) -> None:
         """Forgets all but the system prompt."""
-        self._exchanges, self._running, self._last_question = [], None, None
+        self._exchanges, self._running, self._last_question, self._unanswered = [], None, None, False
 
     def parts(self) -> Iterator[tuple[str, str]]:
         """The running answer as it comes, in ("reasoning" or "content", text); without the marks between them.
@@ -283,3 +285,4 @@ class Conversation:
         ):  # no stop string cut into a token
             said = (running.prompt + generation.text, ids)
         self._exchanges.append(_Exchange(running.question, answer, said, len(ids)))
+        self._unanswered = False

@@ -201,6 +201,9 @@ def test_the_line_below_says_what_there_is_room_for(chat: Chat) -> None:
     assert fitted(["a \x1b[2J"], 80) == "a \\x1b[2J"
 
 
-def test_plain_speed_is_what_was_measured_or_nothing(model: Model) -> None:
+def test_plain_speed_is_what_was_measured_or_nothing(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(tmp_path))  # where nothing was measured before
     with model.session() as session:
         assert session.pace is None and plain_tok_s(session) is None  # a fixed depth measures nothing

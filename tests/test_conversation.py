@@ -65,6 +65,17 @@ def test_a_question_without_an_answer_can_be_asked_again(model: Model) -> None:
         assert talk.retry(**ASKED).read() and len(talk.messages) == 2
 
 
+def test_a_retry_of_what_has_no_answer_leaves_an_earlier_one_to_the_same_question(model: Model) -> None:
+    with model.session() as session:
+        talk = Conversation(session)
+        first = talk.ask("Go on", **ASKED).read()
+        talk.ask("Go on", **ASKED).close()
+        again = talk.retry(**ASKED).read()
+        assert [m["content"] for m in talk.messages] == ["Go on", first, "Go on", again]
+        talk.retry(**ASKED).read()
+        assert len(talk.messages) == 4
+
+
 def test_undo_takes_back_the_last_exchange_alone(model: Model) -> None:
     with model.session() as session:
         talk = Conversation(session, "Be brief.")
