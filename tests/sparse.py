@@ -50,3 +50,13 @@ def _write(path: Path, sources: Mapping[str, Source]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+
+
+# For programs that tell their own peak: `peak_bytes()`. ru_maxrss would count the process that started them, too.
+PEAK = """
+import resource, sys
+def peak_bytes():
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+"""

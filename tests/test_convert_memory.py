@@ -7,19 +7,18 @@ import sys
 from pathlib import Path
 
 from checkpoints import tiny_config, write_json, write_tokenizer
-from sparse import WIDTHS_27B, write_sparse
+from sparse import PEAK, WIDTHS_27B, write_sparse
 
 WIDTHS = WIDTHS_27B | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
 
 # Large slices are computed and then not written: a disk's room is not the point here.
-PROGRAM = """
-import os, resource, sys
+PROGRAM = f"""{PEAK}
+import os, sys
 from llama_sidecar.converter import convert
 write = os.pwrite
 os.pwrite = lambda fd, data, offset: write(fd, data, offset) if len(data) < 1 << 17 else len(data)
 result = convert(sys.argv[1], sys.argv[2], "BF16")
-unit = 1 if sys.platform == "darwin" else 1024
-print(result.main_bytes, result.sidecar_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+print(result.main_bytes, result.sidecar_bytes, peak_bytes())
 """
 
 

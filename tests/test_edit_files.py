@@ -12,6 +12,7 @@ import numpy as np
 import tiny_gguf
 from gguf import GGMLQuantizationType
 from gguf import GGUFValueType as V
+from sparse import PEAK
 
 from llama_sidecar.converter.edit import graft, merge, requant, split
 from llama_sidecar.converter.edit.header import Header, Keys, keys_of
@@ -85,17 +86,16 @@ def test_a_key_of_any_type_is_one_line_or_harmless(tmp_path: Path) -> None:
 
 
 # Large slices are read and then not written: a disk's room is not the point here.
-PROGRAM = """
-import os, resource, sys
+PROGRAM = f"""{PEAK}
+import os, sys
 from llama_sidecar.converter.edit import split
 from llama_sidecar.sidecars import open_main
 write = os.pwrite
 os.pwrite = lambda fd, data, offset: write(fd, data, offset) if len(data) < 1 << 17 else len(data)
 open_main(sys.argv[1])
-unit = 1 if sys.platform == "darwin" else 1024
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+before = peak_bytes()
 result = split(sys.argv[1], sys.argv[2])
-print(result.main_bytes + result.sidecar_bytes, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+print(result.main_bytes + result.sidecar_bytes, before, peak_bytes())
 """
 
 

@@ -86,7 +86,7 @@ def test_the_prediction_is_that_of_the_costs_at_the_acceptance_seen(
 
 
 def test_a_study_keeps_to_its_time(model: Model) -> None:
-    found = run_study(model, PROMPTS, depths=(1,), n=200, budget_s=2.0)
+    found = run_study(model, PROMPTS, depths=(1,), n=200, budget_s=0.5)
     assert found["bench"]["n"] < 200 or found["bench"]["n_pairs"] < 5
     assert any("budget" in text for text in found["bench"]["warnings"])
 
