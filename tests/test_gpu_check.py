@@ -50,9 +50,9 @@ def test_a_whole_check(pair_of: PairOf, tmp_path: Path) -> None:
 
 def test_out_of_time_it_leaves_what_it_has(pair_of: PairOf, tmp_path: Path) -> None:
     path = tmp_path / "check.json"
-    result = check(pair_of("R", "Q8_0").main, "-n", 400, "--budget", 60, "--limit", 4, "--json-out", path)
+    result = check(pair_of("R", "Q8_0").main, "-n", 200, "--budget", 60, "--limit", 5, "--json-out", path)
     data = json.loads(path.read_text())
-    assert result.returncode == 1 and data["stopped"] == "the limit of 4 seconds"
+    assert result.returncode == 1 and data["stopped"] == "the limit of 5 seconds"
     assert "depths" in data["missing"] and set(data["missing"]) < set(PARTS)
     assert "memory" in data and "depths" in result.stderr and "Traceback" not in result.stderr
 
