@@ -41,7 +41,8 @@ def trunk_fingerprint(tokens: Sequence[str | bytes], norms: Mapping[str, NDArray
     digest = hashlib.sha256(b"llama-sidecar trunk 1\n")
     texts = _unpadded(tokens)
     digest.update(_U64.pack(len(texts)))
-    digest.update(b"".join(part for text in texts for part in (_U64.pack(len(text)), text)))
+    for text in texts:
+        digest.update(_U64.pack(len(text)) + text)
     for name in sorted(norms):
         norm = norms[name]
         if norm.dtype != np.float32 or norm.ndim != 1:

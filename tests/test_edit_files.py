@@ -137,5 +137,5 @@ def test_gigabytes_pass_through_megabytes(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     written, before, peak = map(int, run.stdout.split())
     assert written > 1.7e9
-    assert peak - before < 80e6, f"{(peak - before) / 1e6:.0f} MB"
+    assert peak - before < 50e6, f"{(peak - before) / 1e6:.0f} MB"
     print(f"{written / 1e9:.1f} GB with {(peak - before) / 1e6:.0f} MB beside the headers")
