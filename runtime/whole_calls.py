@@ -13,6 +13,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+# A signal that comes after Python's last look at them and before the wait begins does not end the wait: such a one is seen this much later.
+AWAKE_S = 0.1
+
 _Calls = SimpleQueue[Callable[[], None]]  # what one thread is given to do
 
 _idle: list[_Calls] = []
@@ -49,8 +52,10 @@ def call_whole(make: Callable[[threading.Event], Any], free: Callable[[Any], obj
         >>> call_whole(lambda unwanted: 7, free=print)
         7
     """
-    unwanted, begun, done = threading.Event(), threading.Event(), threading.Event()
+    unwanted, begun, ended = threading.Event(), threading.Event(), threading.Event()
     gate = threading.Lock()  # a call that nobody wants any more does not begin
+    bell = threading.Lock()  # free once the call has ended
+    bell.acquire()
     made: list[Any] = []
     failed: list[BaseException] = []
 
@@ -64,19 +69,21 @@ def call_whole(make: Callable[[threading.Event], Any], free: Callable[[Any], obj
         except BaseException as error:
             failed.append(error)
         finally:
-            done.set()
+            ended.set()
+            bell.release()
 
     try:
         _idle_thread().put(run)
-        done.wait()
+        while not ended.is_set():
+            bell.acquire(timeout=AWAKE_S)
         if not failed:
             return made[0]
     except BaseException:
         with gate:
             unwanted.set()
-        while begun.is_set() and not done.is_set():
+        while begun.is_set() and not ended.is_set():
             try:
-                done.wait()
+                bell.acquire(timeout=AWAKE_S)
             except BaseException:  # again: it is about to end
                 continue
         for late in filter(None, made):
