@@ -9,11 +9,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama_sidecar.converter.errors import BadConfig
+from llama_sidecar.sidecars.kind import MAX_BLOCKS
+from llama_sidecar.sidecars.model_rules import MAX_EXPERTS, MAX_WIDTH
 
 Key = int | float | bool | str | list[int] | list[bool] | list[str] | list[float]
 
 MAX_INTEGER = 2**31 - 1
 MAX_FLOAT = 3.4028234e38  # of a GGUF's F32 keys
+# The most that a size may be, by how its name ends: lists as long as these are made, and a damaged file's would fill the memory.
+MOST = {
+    "_layers": MAX_BLOCKS,
+    "_heads": 1024,
+    "_groups": 1024,
+    "_experts": MAX_EXPERTS,
+    "head_dim": 2048,
+    "hidden_size": MAX_WIDTH,
+    "vocab_size": 1 << 20,
+}
 
 
 class Config(Mapping[str, Any]):
@@ -49,8 +61,8 @@ class Config(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def integer(self, name: str, at_most: int = MAX_INTEGER) -> int:
-        """The value of a required positive integer."""
+    def integer(self, name: str, at_most: int | None = None) -> int:
+        """The value of a required positive integer, no larger than its name allows or `at_most`."""
         return checked_integer(name, self[name], at_most)
 
     def number(self, name: str) -> float:
@@ -82,10 +94,12 @@ class Config(Mapping[str, Any]):
         return rope
 
 
-def checked_integer(name: str, value: Any, at_most: int = MAX_INTEGER) -> int:
-    """The value, if it is a positive integer; else raises BadConfig."""
+def checked_integer(name: str, value: Any, at_most: int | None = None) -> int:
+    """The value, if it is a positive integer no larger than its name allows (MOST) or `at_most`; else raises BadConfig."""
+    if at_most is None:
+        at_most = next((most for ending, most in MOST.items() if name.endswith(ending)), MAX_INTEGER)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= at_most:
-        limit = "" if at_most == MAX_INTEGER else f" of at most {at_most}"
+        limit = f" of at most {at_most}" if isinstance(value, int) and value > at_most else ""
         raise BadConfig(f"config.json has {name} = {value!r}; expected a positive integer{limit}")
     return value
 

@@ -157,7 +157,7 @@ def _gemma4_keys(model: Mapping[str, Any], tokens: list[str], types: list[int]) 
     if not model.get("byte_fallback"):
         raise BadTokenizer("tokenizer.json does not fall back to bytes; expected Gemma 4's BPE, which does")
     for index, text in enumerate(tokens):
-        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+        if text.startswith("<0x") and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             types[index] = BYTE
         elif text in GEMMA4_SHOWN:
             types[index] = USER_DEFINED

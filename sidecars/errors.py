@@ -17,6 +17,8 @@ def printable(text: str) -> str:
     >>> printable("mtp-\\x1b[31mred")
     'mtp-\\\\x1b[31mred'
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -6,6 +6,7 @@ out of the folder test_checkpoint.py has.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, tiny_config, write_json
+from checkpoints import VARIANTS, make_checkpoint, tiny_config, write_json
 
 from llama_sidecar.converter import checkpoint, convert, dry_run
+from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint
+from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -118,6 +121,21 @@ def test_a_configuration_of_nonsense_is_one_line(value: str, tmp_path: Path) -> 
                 assert str(error).isprintable()
             else:
                 assert report.mismatch or name not in SHAPING or value == "null", name
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_no_size_in_a_configuration_fills_the_memory(family: str, variant: str) -> None:
+    """Lists are made of some: of heads, layers, experts, rows. Found by scripts/dev/fuzz/readers.py."""
+    reader, config = families()[family], tiny_config(family, variant)
+    sizes = config.get("text_config", config)
+    tracemalloc.start()
+    for name in [name for name, value in sizes.items() if type(value) is int or value is None]:
+        changed = Config(sizes | {"architectures": config["architectures"], name: 1 << 24})
+        for read in (lambda c: reader.keys(c, 1), lambda c: reader.layout(c, ())):
+            with contextlib.suppress(ConversionError):
+                read(changed)
+            assert tracemalloc.get_traced_memory()[1] < 32 << 20, name
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

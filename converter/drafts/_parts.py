@@ -12,10 +12,8 @@ from llama_sidecar.converter.config import Config, Key, checked_integer, checked
 from llama_sidecar.converter.drafts.target import Target
 from llama_sidecar.converter.errors import BadConfig
 from llama_sidecar.converter.families import Placement, place
-from llama_sidecar.converter.families._parts import dense_ffn, head_dim_of
+from llama_sidecar.converter.families._parts import Rows, dense_ffn, head_dim_of
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
-
-Rows = tuple[range, ...]  # of a tensor, each a few of them
 
 
 def flattened(config: Config, *names: str) -> Config:
@@ -91,26 +89,6 @@ def block(
         )
     yield place(f"{target}attn_output.weight", f"{source}self_attn.o_proj.weight", hidden, n_heads * head)
     yield from dense_ffn(config, f"{source}mlp.", target, config.integer("intermediate_size"))
-
-
-def halved_rows(n_heads: int, head: int) -> Rows:
-    """Within each head its even rows, then its odd ones: from pairs to halves."""
-    return tuple(
-        range(row, row + 1)
-        for start in range(0, n_heads * head, head)
-        for parity in (0, 1)
-        for row in range(start + parity, start + head, 2)
-    )
-
-
-def paired_rows(n_heads: int, head: int) -> Rows:
-    """Within each head row i of the first half, then row i of the second, for every i: from halves to pairs."""
-    return tuple(
-        range(start, start + 1)
-        for h in range(n_heads)
-        for i in range(head // 2)
-        for start in (h * head + i, h * head + head // 2 + i)
-    )
 
 
 def own_vocabulary(

@@ -13,7 +13,7 @@ from llama_sidecar.converter.drafts import _parts
 from llama_sidecar.converter.drafts.target import Target
 from llama_sidecar.converter.errors import BadConfig
 from llama_sidecar.converter.families import Placement, place
-from llama_sidecar.converter.families._parts import head_dim_of, n_layers_of
+from llama_sidecar.converter.families._parts import halved_rows, head_dim_of, n_layers_of
 from llama_sidecar.sidecars.kinds.dflash import DEFAULT_BLOCK_SIZE, MAX_BLOCK_SIZE
 
 KIND = "dflash"
@@ -135,7 +135,7 @@ def placements(config: Config, names: Collection[str], target: Target) -> Iterat
 
 def _block(config: Config, names: Collection[str], source: str, target: str) -> Iterator[Placement]:
     hidden, head = config.integer("hidden_size"), head_dim_of(config)
-    rows_of = _parts.halved_rows if config.get("rope_is_neox_style") is False else None
+    rows_of = halved_rows if config.get("rope_is_neox_style") is False else None
     yield place(f"{target}attn_norm.weight", f"{source}input_layernorm.weight", hidden)
     yield place(f"{target}ffn_norm.weight", f"{source}post_attention_layernorm.weight", hidden)
     for part in "qk":

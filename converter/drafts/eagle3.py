@@ -13,7 +13,7 @@ from llama_sidecar.converter.drafts import _parts
 from llama_sidecar.converter.drafts.target import Target
 from llama_sidecar.converter.errors import BadConfig
 from llama_sidecar.converter.families import Placement, place
-from llama_sidecar.converter.families._parts import head_dim_of
+from llama_sidecar.converter.families._parts import head_dim_of, paired_rows
 from llama_sidecar.sidecars.kinds.eagle3 import N_TARGET_LAYERS
 
 KIND = "eagle3"
@@ -102,7 +102,7 @@ def layout(config: Config, names: Collection[str], target: Target) -> tuple[list
         "ffn_norm": "post_attention_layernorm",
     }.items():
         placements.append(place(f"blk.0.{norm}.weight", f"block.{source}.weight", hidden))
-    placements += _parts.block(config, "block.", "blk.0.", n_in=2 * hidden, rows_of=_parts.paired_rows)
+    placements += _parts.block(config, "block.", "blk.0.", n_in=2 * hidden, rows_of=paired_rows)
     placements += _parts.own_vocabulary(config, names, _parts.n_drafted(config))
     placements += _parts.rope_factors(config)
     warnings = []

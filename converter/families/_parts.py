@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
 
 from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number
 from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
 from llama_sidecar.converter.families import Layout, Placement, Source, Transform, place
-from llama_sidecar.sidecars.kind import MAX_BLOCKS
-
-MAX_EXPERTS = 1024  # llama.cpp's limit
-MAX_HEADS = 1024  # more than any model has: a larger number is a damaged configuration
 
 SIGMOID = 2  # llama.cpp's expert_gating_func
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -31,7 +28,7 @@ def without_model(name: str) -> str:
 
 
 def n_layers_of(config: Config) -> int:
-    return config.integer("num_hidden_layers", MAX_BLOCKS)
+    return config.integer("num_hidden_layers")
 
 
 def n_indices(names: Collection[str], prefix: str) -> int:
@@ -138,7 +135,7 @@ def stacked(name: str, source: str, n: int, shape: tuple[int, ...]) -> Placement
 
 def routed(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """A router with a bias for the choice alone, and its experts."""
-    hidden, n_experts = config.integer("hidden_size"), config.integer("n_routed_experts", MAX_EXPERTS)
+    hidden, n_experts = config.integer("hidden_size"), config.integer("n_routed_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
     yield place(f"{target}exp_probs_b.bias", f"{source}gate.e_score_correction_bias", n_experts)
     yield from experts(config, f"{source}experts.", target, n_experts, names)
@@ -147,7 +144,7 @@ def routed(config: Config, source: str, target: str, names: Collection[str]) -> 
 def deepseek_moe(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """DeepSeek's mixture: routed experts, and an expert that all tokens share."""
     yield from routed(config, source, target, names)
-    ff = config.integer("n_shared_experts", MAX_EXPERTS) * config.integer("moe_intermediate_size")
+    ff = config.integer("n_shared_experts") * config.integer("moe_intermediate_size")
     yield from dense_ffn(config, f"{source}shared_experts.", target, ff, "_shexp")
 
 
@@ -166,13 +163,13 @@ def n_dense(config: Config, usual: int = 0) -> int:
 
 def deepseek_moe_keys(config: Config) -> dict[str, Key]:
     """The keys of DeepSeek's mixture, without the architecture's prefix."""
-    n_experts = config.integer("n_routed_experts", MAX_EXPERTS)
+    n_experts = config.integer("n_routed_experts")
     keys: dict[str, Key] = {
         "leading_dense_block_count": n_dense(config),
         "expert_count": n_experts,
         "expert_used_count": config.integer("num_experts_per_tok", n_experts),
         "expert_feed_forward_length": config.integer("moe_intermediate_size"),
-        "expert_shared_count": config.integer("n_shared_experts", MAX_EXPERTS),
+        "expert_shared_count": config.integer("n_shared_experts"),
         "expert_gating_func": SIGMOID,
     }
     if config.get("routed_scaling_factor") is not None:
@@ -203,7 +200,10 @@ def limits(config: Config, name: str, n_blocks: int) -> list[float]:
 def head_dim_of(config: Config) -> int:
     if config.get("head_dim") is not None:
         return config.integer("head_dim")
-    return config.integer("hidden_size") // config.integer("num_attention_heads")
+    n_heads = config.integer("num_attention_heads")
+    return checked_integer(
+        "hidden_size / num_attention_heads = head_dim", config.integer("hidden_size") // n_heads
+    )
 
 
 def n_rotary(config: Config, usual: float) -> int:
@@ -255,7 +255,7 @@ def latent_keys(config: Config) -> dict[str, Key]:
 
 def latent_attention(config: Config, source: str, target: str, output: str = "o_proj") -> Iterator[Placement]:
     """Multi-head latent attention; the projection back from the latent is split per head, the keys' half transposed."""
-    hidden, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads", MAX_HEADS)
+    hidden, n_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     latent, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
     nope, head_v = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
     n_q = n_heads * (nope + rope)
@@ -278,6 +278,33 @@ def latent_attention(config: Config, source: str, target: str, output: str = "o_
     )  # fmt: skip
     yield place(f"{target}attn_v_b.weight", joined, n_heads, head_v, latent, rows=values, source_shape=stack)
     yield place(f"{target}attn_output.weight", f"{source}{output}.weight", hidden, n_heads * head_v)
+
+
+# Orders of the rows of queries and keys.
+
+Rows = tuple[range, ...]  # of a tensor, each a few of them
+
+
+@lru_cache(maxsize=4)
+def halved_rows(n_heads: int, head: int) -> Rows:
+    """Within each head its even rows, then its odd ones: from pairs to halves."""
+    return tuple(
+        range(row, row + 1)
+        for start in range(0, n_heads * head, head)
+        for parity in (0, 1)
+        for row in range(start + parity, start + head, 2)
+    )
+
+
+@lru_cache(maxsize=4)
+def paired_rows(n_heads: int, head: int) -> Rows:
+    """Within each head row i of the first half, then row i of the second, for every i: from halves to pairs."""
+    return tuple(
+        range(start, start + 1)
+        for h in range(n_heads)
+        for i in range(head // 2)
+        for start in (h * head + i, h * head + head // 2 + i)
+    )
 
 
 # Heads.

@@ -35,7 +35,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     if isinstance(bound, bool) or not isinstance(bound, (int, float)) or bound >= 0:
         raise BadConfig(f"config.json has kda_lower_bound = {bound!r}; expected a number below 0")
     n_blocks = _parts.n_layers_of(config) + n_head_layers
-    n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("num_experts")
     own: dict[str, Key] = _parts.latent_keys(config) | {
         "attention.head_count_kv": [int(_is_latent(config, i)) for i in range(n_blocks)],
         "attention.value_length": config.integer("head_dim"),
@@ -48,7 +48,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
         "expert_used_count": config.integer("num_experts_per_tok", n_experts),
         "expert_feed_forward_length": config.integer("moe_intermediate_size"),
         "expert_shared_feed_forward_length": config.integer("moe_shared_expert_intermediate_size"),
-        "expert_shared_count": config.integer("num_shared_experts", _parts.MAX_EXPERTS),
+        "expert_shared_count": config.integer("num_shared_experts"),
         "expert_weights_scale": config.number("routed_scaling_factor"),
         "expert_weights_norm": bool(config["norm_topk_prob"]),
         "expert_gating_func": _parts.SIGMOID,
@@ -86,7 +86,7 @@ def _delta(config: Config, source: str, target: str) -> Iterator[Placement]:
         config.integer("head_dim"),
         config.integer("short_conv_kernel_size"),
     )
-    n_heads = config.integer("num_attention_heads", _parts.MAX_HEADS)
+    n_heads = config.integer("num_attention_heads")
     inner = n_heads * head
     for part in "qkv":
         yield place(f"{target}attn_{part}.weight", f"{source}{part}_proj.weight", inner, hidden)
@@ -102,7 +102,7 @@ def _delta(config: Config, source: str, target: str) -> Iterator[Placement]:
 
 
 def _mixture(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
-    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", _parts.MAX_EXPERTS)
+    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
     yield place(f"{target}exp_probs_b.bias", f"{source}gate.expert_bias", n_experts)
     yield from _parts.experts(config, f"{source}experts.", target, n_experts, names)
@@ -112,7 +112,7 @@ def _mixture(config: Config, source: str, target: str, names: Collection[str]) -
 
 def layout(config: Config, names: Collection[str]) -> Layout:
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    n_heads, n_layers = config.integer("num_attention_heads", _parts.MAX_HEADS), _parts.n_layers_of(config)
+    n_heads, n_layers = config.integer("num_attention_heads"), _parts.n_layers_of(config)
     where = _parts.appended_names(config)
     n_head_layers = _parts.one_block(_parts.n_appended(config, names), where)
 

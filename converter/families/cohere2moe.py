@@ -24,7 +24,7 @@ GATING = {"softmax": 1, "sigmoid": _parts.SIGMOID}
 
 
 def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
-    n_experts, head = config.integer("num_experts", _parts.MAX_EXPERTS), config.integer("head_dim")
+    n_experts, head = config.integer("num_experts"), config.integer("head_dim")
     selection, ff = config.get("expert_selection_fn", "softmax"), config.integer("intermediate_size")
     if selection not in GATING:
         raise BadConfig(
@@ -48,7 +48,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     if config.get("prefix_dense_intermediate_size") is not None:
         own["feed_forward_length"] = config.integer("prefix_dense_intermediate_size")
     if config.get("num_shared_experts"):
-        own["expert_shared_count"] = config.integer("num_shared_experts", _parts.MAX_EXPERTS)
+        own["expert_shared_count"] = config.integer("num_shared_experts")
         own["expert_shared_feed_forward_length"] = ff * config.integer("num_shared_experts")
     if n_head_layers:
         own["nextn_predict_layers"] = n_head_layers
@@ -84,7 +84,7 @@ def _n_dense(config: Config) -> int:
 
 def _mixture(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     hidden, ff = config.integer("hidden_size"), config.integer("intermediate_size")
-    n_experts, n_shared = config.integer("num_experts", _parts.MAX_EXPERTS), config.get("num_shared_experts")
+    n_experts, n_shared = config.integer("num_experts"), config.get("num_shared_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
     yield from _parts.experts(config, f"{source}experts.", target, n_experts, names, ff)
     if n_shared:

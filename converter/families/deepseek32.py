@@ -21,7 +21,7 @@ canonical = deepseek2.canonical
 
 def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]:
     own = {
-        "head_count": config.integer("index_n_heads", _parts.MAX_HEADS),
+        "head_count": config.integer("index_n_heads"),
         "key_length": config.integer("index_head_dim"),
         "top_k": config.integer("index_topk"),
     }
@@ -32,7 +32,7 @@ def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]
 def indexer(config: Config, source: str, target: str) -> Iterator[Placement]:
     """What scores the positions: queries from the latent, one key, and a weight for each of its heads."""
     hidden, head = config.integer("hidden_size"), config.integer("index_head_dim")
-    n_heads = config.integer("index_n_heads", _parts.MAX_HEADS)
+    n_heads = config.integer("index_n_heads")
     yield place(f"{target}indexer.k_norm.weight", f"{source}k_norm.weight", head)
     yield place(f"{target}indexer.k_norm.bias", f"{source}k_norm.bias", head)
     yield place(f"{target}indexer.proj.weight", f"{source}weights_proj.weight", n_heads, hidden)

@@ -84,7 +84,7 @@ def block_keys(config: Config, n_blocks: int) -> dict[str, Key]:
             f"config.json has scoring_func = {config.get('scoring_func')!r} and hc_mult = {config.get('hc_mult')!r}; "
             f"llama.cpp runs this architecture with 'sqrtsoftplus' and {N_STREAMS}"
         )
-    n_experts = config.integer("n_routed_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("n_routed_experts")
     limit = config.number("swiglu_limit")
     return {
         "rope.dimension_count": config.integer("qk_rope_head_dim"),
@@ -93,16 +93,16 @@ def block_keys(config: Config, n_blocks: int) -> dict[str, Key]:
         "expert_count": n_experts,
         "expert_used_count": config.integer("num_experts_per_tok", n_experts),
         "expert_feed_forward_length": config.integer("moe_intermediate_size"),
-        "expert_shared_count": config.integer("n_shared_experts", _parts.MAX_EXPERTS),
+        "expert_shared_count": config.integer("n_shared_experts"),
         "expert_weights_scale": config.number("routed_scaling_factor"),
         "expert_weights_norm": bool(config["norm_topk_prob"]),
         "expert_gating_func": SQRT_SOFTPLUS,
         "swiglu_clamp_exp": [limit] * n_blocks,
         "swiglu_clamp_shexp": [limit] * n_blocks,
-        "attention.indexer.head_count": config.integer("index_n_heads", _parts.MAX_HEADS),
+        "attention.indexer.head_count": config.integer("index_n_heads"),
         "attention.indexer.key_length": config.integer("index_head_dim"),
         "attention.indexer.top_k": config.integer("index_topk"),
-        "attention.output_group_count": config.integer("o_groups", _parts.MAX_HEADS),
+        "attention.output_group_count": config.integer("o_groups"),
         "attention.output_lora_rank": config.integer("o_lora_rank"),
         "attention.compress_rope_freq_base": config.number("compress_rope_theta"),
         "hyper_connection.count": N_STREAMS,
@@ -186,8 +186,8 @@ def output_mix(config: Config, source: str) -> Iterator[Placement]:
 def block(config: Config, source: str, target: str, *, is_hashed: bool = False) -> Iterator[Placement]:
     """A block without what compresses positions: attention, experts, and the mixing of streams around both."""
     hidden, head = config.integer("hidden_size"), config.integer("head_dim")
-    n_heads = config.integer("num_attention_heads", _parts.MAX_HEADS)
-    rank, groups = config.integer("q_lora_rank"), config.integer("o_groups", _parts.MAX_HEADS)
+    n_heads = config.integer("num_attention_heads")
+    rank, groups = config.integer("q_lora_rank"), config.integer("o_groups")
     if n_heads % groups:
         raise BadConfig(
             f"config.json has {n_heads} attention heads in o_groups = {groups}; expected a divisor"
@@ -215,7 +215,7 @@ def block(config: Config, source: str, target: str, *, is_hashed: bool = False) 
 
 def _mixture(config: Config, source: str, target: str, is_hashed: bool) -> Iterator[Placement]:
     hidden, ff = config.integer("hidden_size"), config.integer("moe_intermediate_size")
-    n_experts = config.integer("n_routed_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("n_routed_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
     if is_hashed:
         shape = config.integer("vocab_size"), config.integer("num_experts_per_tok", n_experts)
@@ -223,7 +223,7 @@ def _mixture(config: Config, source: str, target: str, is_hashed: bool) -> Itera
         yield Placement(f"{target}ffn_gate_tid2eid.weight", shape, table, below=n_experts)
     else:
         yield place(f"{target}exp_probs_b.bias", f"{source}gate.bias", n_experts)
-    shared_ff = config.integer("n_shared_experts", _parts.MAX_EXPERTS) * ff
+    shared_ff = config.integer("n_shared_experts") * ff
     for part, name in EXPERTS.items():
         shape = (hidden, ff) if part == "down" else (ff, hidden)
         yield _parts.stacked(
@@ -241,7 +241,7 @@ def compressor(config: Config, source: str, target: str, ratio: int) -> Iterator
     yield from _compressed(config, f"{source}attn.compressor.", f"{target}attn_compressor_", head, ratio)
     if ratio != SPARSE:
         return
-    hidden, n_heads = config.integer("hidden_size"), config.integer("index_n_heads", _parts.MAX_HEADS)
+    hidden, n_heads = config.integer("hidden_size"), config.integer("index_n_heads")
     own = f"{source}attn.indexer."
     yield from _compressed(config, f"{own}compressor.", f"{target}indexer_compressor_", index, ratio)
     yield place(f"{target}indexer.proj.weight", f"{own}weights_proj.weight", n_heads, hidden)

@@ -75,7 +75,7 @@ def _n_per_layer(config: Config) -> int:
 
 def _n_kv(config: Config, windowed: bool) -> int:
     is_own = not windowed and config.get("attention_k_eq_v") and config.get("num_global_key_value_heads")
-    return config.integer("num_global_key_value_heads" if is_own else "num_key_value_heads", _parts.MAX_HEADS)
+    return config.integer("num_global_key_value_heads" if is_own else "num_key_value_heads")
 
 
 def head_of(config: Config, windowed: bool) -> int:
@@ -118,7 +118,7 @@ def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]
     if config.get("final_logit_softcapping"):
         own["final_logit_softcapping"] = config.number("final_logit_softcapping")
     if config.get("enable_moe_block"):
-        n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
+        n_experts = config.integer("num_experts")
         own |= {
             "expert_count": n_experts,
             "expert_used_count": config.integer("top_k_experts", n_experts),
@@ -158,7 +158,7 @@ def _attention(
 def _experts(config: Config, source: str, target: str) -> Iterator[Placement]:
     """Experts beside the dense part, their gate and up rows in one; the router has scales of its own."""
     hidden, ff = config.integer("hidden_size"), config.integer("moe_intermediate_size")
-    n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("num_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}router.proj.weight", n_experts, hidden)
     yield place(f"{target}ffn_gate_inp.scale", f"{source}router.scale", hidden)
     yield place(f"{target}ffn_down_exps.scale", f"{source}router.per_expert_scale", n_experts)

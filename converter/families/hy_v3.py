@@ -21,7 +21,7 @@ canonical = _parts.without_model
 
 
 def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
-    n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("num_experts")
     own: dict[str, Key] = {
         "expert_count": n_experts,
         "expert_used_count": config.integer("num_experts_per_tok", n_experts),
@@ -38,11 +38,11 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 
 
 def _shared_ff(config: Config) -> int:
-    return config.integer("num_shared_experts", _parts.MAX_EXPERTS) * config.integer("moe_intermediate_size")
+    return config.integer("num_shared_experts") * config.integer("moe_intermediate_size")
 
 
 def _mixture(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
-    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", _parts.MAX_EXPERTS)
+    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}router.gate.weight", n_experts, hidden)
     yield place(f"{target}exp_probs_b", f"{source}expert_bias", n_experts)
     yield from _parts.experts(config, f"{source}experts.", target, n_experts, names)

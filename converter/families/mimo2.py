@@ -32,7 +32,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     windowed = [int(w) for w in _pattern(config, "hybrid_layer_pattern")] + [1] * n_head_layers
     n_kv, n_kv_windowed = config.integer("num_key_value_heads"), config.integer("swa_num_key_value_heads")
     share = checked_number("partial_rotary_factor", config["partial_rotary_factor"], 1)
-    n_experts = config.integer("n_routed_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("n_routed_experts")
     own: dict[str, Key] = {
         "attention.head_count_kv": [n_kv_windowed if w else n_kv for w in windowed],
         "attention.sliding_window": config.integer("sliding_window"),

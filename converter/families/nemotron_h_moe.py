@@ -15,6 +15,7 @@ from llama_sidecar.converter.config import Config, Key, shared_keys
 from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
 from llama_sidecar.converter.families import Layout, Placement, Vocabulary, _parts, place
 from llama_sidecar.converter.families.qwen35 import minus_exp
+from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 ARCH = "nemotron_h_moe"
 CLASSES = ("NemotronHForCausalLM",)
@@ -33,9 +34,9 @@ def _pattern(config: Config) -> str:
     """One letter for each layer: M for Mamba-2, * for attention, E for experts."""
     said = config.get("hybrid_override_pattern") or config.get("layers_block_type")
     letters = said if isinstance(said, str) else "".join(LETTERS.get(str(kind), "-") for kind in said or [])
-    if not re.fullmatch("[M*E]+", letters):
+    if len(letters) > MAX_BLOCKS or not re.fullmatch("[M*E]+", letters):
         raise BadConfig(
-            f"config.json has the layers {said!r}; expected M, * or E for each: Nemotron-H without experts has no head"
+            f"config.json has the layers {said!r}; expected M, * or E for each of at most {MAX_BLOCKS}: Nemotron-H without experts has no head"
         )
     return letters
 
@@ -45,7 +46,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     is_attention = [letter == "*" for letter in pattern] + [True] * n_head_layers
     is_mixture = [letter == "E" for letter in pattern] + [True] * n_head_layers
     n_kv, ff = config.integer("num_key_value_heads"), config.integer("moe_intermediate_size")
-    n_experts, head = config.integer("n_routed_experts", _parts.MAX_EXPERTS), config.integer("head_dim")
+    n_experts, head = config.integer("n_routed_experts"), config.integer("head_dim")
     own: dict[str, Key] = {
         "vocab_size": config.integer("vocab_size"),
         "context_length": 1 << 20,  # without positions there is no limit; llama.cpp's converter writes this
@@ -60,7 +61,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
         "expert_used_count": config.integer("num_experts_per_tok", n_experts),
         "expert_feed_forward_length": ff,
         "expert_shared_feed_forward_length": config.integer("moe_shared_expert_intermediate_size"),
-        "expert_shared_count": config.integer("n_shared_experts", _parts.MAX_EXPERTS),
+        "expert_shared_count": config.integer("n_shared_experts"),
         "expert_weights_norm": bool(config["norm_topk_prob"]),
         "expert_weights_scale": config.number("routed_scaling_factor"),
         **_parts.expert_group_keys(config, n_experts),
@@ -68,7 +69,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
         "ssm.state_size": config.integer("ssm_state_size"),
         "ssm.group_count": config.integer("n_groups"),
         "ssm.inner_size": _n_inner(config),
-        "ssm.time_step_rank": config.integer("mamba_num_heads", _parts.MAX_HEADS),
+        "ssm.time_step_rank": config.integer("mamba_num_heads"),
     }
     if config.get("moe_latent_size") is not None:
         own["moe_latent_size"] = config.integer("moe_latent_size")
@@ -80,7 +81,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 
 
 def _n_inner(config: Config) -> int:
-    return config.integer("mamba_num_heads", _parts.MAX_HEADS) * config.integer("mamba_head_dim")
+    return config.integer("mamba_num_heads") * config.integer("mamba_head_dim")
 
 
 def _mamba(config: Config, source: str, target: str) -> Iterator[Placement]:
@@ -109,15 +110,8 @@ def _attention(config: Config, source: str, target: str) -> Iterator[Placement]:
     hidden, head = config.integer("hidden_size"), config.integer("head_dim")
     n_q, n_kv = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
     for part, n_heads in {"q": n_q, "k": n_kv}.items():
-        pairs = [
-            h * head + half * head // 2 + j
-            for h in range(n_heads)
-            for j in range(head // 2)
-            for half in (0, 1)
-        ]
-        rows = tuple(range(row, row + 1) for row in pairs)
         name, stored = f"{target}attn_{part}.weight", f"{source}{part}_proj.weight"
-        yield place(name, stored, n_heads * head, hidden, rows=rows)
+        yield place(name, stored, n_heads * head, hidden, rows=_parts.paired_rows(n_heads, head))
     yield place(f"{target}attn_v.weight", f"{source}v_proj.weight", n_kv * head, hidden)
     yield place(f"{target}attn_output.weight", f"{source}o_proj.weight", hidden, n_q * head)
 

@@ -17,7 +17,6 @@ import numpy as np
 from llama_sidecar.converter.config import Config, Key, shared_keys
 from llama_sidecar.converter.errors import BadConfig, TensorMismatch
 from llama_sidecar.converter.families import F32, Layout, Placement, Vocabulary, _parts, place
-from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 ARCH = "qwen35"
 CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -45,7 +44,7 @@ def keys(config: Config, n_head_layers: int, arch: str = ARCH) -> dict[str, Key]
 
 def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
     """The keys that this whole line of families shares."""
-    n_layers = config.integer("num_hidden_layers", MAX_BLOCKS)
+    n_layers = config.integer("num_hidden_layers")
     result: dict[str, Key] = {
         "ssm.conv_kernel": config.integer("linear_conv_kernel_dim"),
         "ssm.state_size": config.integer("linear_key_head_dim"),
@@ -67,7 +66,7 @@ def line_keys(config: Config, n_head_layers: int, arch: str) -> dict[str, Key]:
 
 def recurrent_layers(config: Config) -> list[bool]:
     """Which trunk layers are gated-delta layers: `layer_types`, or all but every `full_attention_interval`-th."""
-    n_layers = config.integer("num_hidden_layers", MAX_BLOCKS)
+    n_layers = config.integer("num_hidden_layers")
     types = config.get("layer_types")
     if types is None:
         return [(i + 1) % _interval(config) != 0 for i in range(n_layers)]
@@ -88,7 +87,7 @@ def _interval(config: Config) -> int:
 
 def delta_heads(config: Config) -> tuple[int, int]:
     """The numbers of key heads and value heads of the gated-delta layers."""
-    n_k, n_v = (config.integer(f"linear_num_{part}_heads", _parts.MAX_HEADS) for part in ("key", "value"))
+    n_k, n_v = (config.integer(f"linear_num_{part}_heads") for part in ("key", "value"))
     if n_v % n_k:
         raise BadConfig(f"config.json has {n_v} linear value heads for {n_k} key heads; expected a multiple")
     return n_k, n_v

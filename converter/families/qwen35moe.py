@@ -24,7 +24,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
 
 
 def expert_keys(config: Config, arch: str) -> dict[str, Key]:
-    n_experts = config.integer("num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("num_experts")
     return {
         f"{arch}.expert_count": n_experts,
         f"{arch}.expert_used_count": config.integer("num_experts_per_tok", n_experts),
@@ -35,7 +35,7 @@ def expert_keys(config: Config, arch: str) -> dict[str, Key]:
 
 def expert_ffn(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     """The router, the experts stacked in their order, and the expert that all tokens share."""
-    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts", _parts.MAX_EXPERTS)
+    hidden, n_experts = config.integer("hidden_size"), config.integer("num_experts")
     shared_ff = config.integer("shared_expert_intermediate_size")
     source += "mlp."
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)

@@ -43,7 +43,7 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
             "rope_scaling": None, "rope_parameters": None,
         }
     )  # fmt: skip
-    n_experts = config.integer("moe_num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("moe_num_experts")
     own: dict[str, Key] = {
         "attention.head_count": [_n_heads(config, w)[0] for w in is_windowed],
         "attention.head_count_kv": [_n_heads(config, w)[1] for w in is_windowed],
@@ -89,7 +89,7 @@ def _n_heads(config: Config, is_windowed: bool) -> tuple[int, int]:
     names = ("num_attention_heads", "num_attention_groups")
     other = config.get("attention_other_setting") if is_windowed else None
     said = Config(dict(config) | other) if isinstance(other, dict) else config
-    n_q, n_kv = (said.integer(name, _parts.MAX_HEADS) for name in names)
+    n_q, n_kv = (said.integer(name) for name in names)
     return n_q, n_kv
 
 
@@ -138,7 +138,7 @@ def _attention(config: Config, source: str, target: str, is_windowed: bool) -> I
 
 def _mixture(config: Config, source: str, target: str) -> Iterator[Placement]:
     hidden, ff = config.integer("hidden_size"), config.integer("moe_intermediate_size")
-    n_experts = config.integer("moe_num_experts", _parts.MAX_EXPERTS)
+    n_experts = config.integer("moe_num_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}moe.gate.weight", n_experts, hidden)
     yield place(f"{target}exp_probs_b.bias", f"{source}moe.router_bias", n_experts)
     for part, shape in {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}.items():
