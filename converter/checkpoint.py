@@ -117,9 +117,7 @@ def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Stored], list[st
     def read(file: str) -> dict[str, Stored]:
         if index == INDEX:
             return read_safetensors(place.open(file, files))
-        path = place.path(file)
-        place.meter.opened(file, path.stat().st_size, str(path.stat().st_mtime_ns))
-        return read_bin(path, place.meter.read)
+        return read_bin(place.path(file), place.open(file, files))
 
     shards = sorted({*shards, *listed.values()})
     with ThreadPoolExecutor(N_READERS) as pool:

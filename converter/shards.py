@@ -6,16 +6,16 @@ quantised weight (quantized/), what a tensor means, nor where the file lies (pla
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import mmap
 import struct
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -187,8 +187,11 @@ def _from(file: WeightFile, base: int) -> Callable[[int, U8], None]:
     return lambda offset, buffer: file.read_into(base + offset, buffer)
 
 
-def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Stored]:
-    """The tensors of one `pytorch_model*.bin`, through torch: weights only, mapped. `count` is told of the bytes read."""
+def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
+    """The tensors of one `pytorch_model*.bin`: torch says where they are (weights only), and `file`, the same file, is read there.
+
+    Nothing is read through torch's mapping: a file that became shorter would end the process.
+    """
     try:
         import torch
     except ImportError as error:
@@ -210,36 +213,53 @@ def read_bin(path: Path, count: Callable[[int], None]) -> dict[str, Stored]:
         isinstance(name, str) and isinstance(t, torch.Tensor) for name, t in state.items()
     ):
         raise BadShard(f"{path} holds more than named tensors; expected a state dict")
-    tensors = {}
     for name, tensor in state.items():
         if tensor.dtype not in dtypes or tensor.layout != torch.strided or tensor.device.type != "cpu":
             found = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
             raise UnsupportedModel(f"{name} in {path.name} is {found}; expected a dense tensor of numbers")
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        read_into = _copy_from(data, tensor.is_contiguous(), count)
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise BadShard(f"{name} in {path} repeats what is stored of it; expected every value once")
+    base = _mapped_at(path, {t.untyped_storage().data_ptr() for t in state.values() if t.numel()})
+    tensors = {}
+    for name, tensor in state.items():
+        read_into = _from(file, tensor.data_ptr() - base)
+        if not tensor.is_contiguous():
+            storage = tensor.untyped_storage()
+            data = torch.frombuffer(
+                bytearray(_read(file, storage.data_ptr() - base, storage.nbytes())), dtype=tensor.dtype
+            )
+            ordered = data.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).contiguous()
+            read_into = _copy_from(ordered.reshape(-1).view(torch.uint8).numpy())
         tensors[name] = Stored(name, dtypes[tensor.dtype], tuple(tensor.shape), path.name, read_into)
     return tensors
 
 
-def _copy_from(data: U8, mapped: bool, count: Callable[[int], None]) -> Callable[[int, U8], None]:
+def _copy_from(data: U8) -> Callable[[int, U8], None]:
     def read_into(offset: int, buffer: U8) -> None:
-        part = data[offset : offset + buffer.size]
-        buffer[:] = part
-        count(buffer.nbytes)
-        if mapped:
-            _forget(part)
+        buffer[:] = data[offset : offset + buffer.size]
 
     return read_into
 
 
-def _forget(mapped: U8) -> None:
-    """Gives back the whole pages of a range mapped from a file: read again they come from the file again.
+def _mapped_at(path: Path, addresses: set[int]) -> int:
+    """Where torch has mapped a file, a zip archive: there all `addresses` are those of its records' data. Raises BadShard."""
+    if not addresses:
+        return 0
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            starts = {_data_start(file, record) for record in archive.infolist()}
+    except (OSError, zipfile.BadZipFile, struct.error, ValueError) as error:
+        raise BadShard(f"{path} is a broken archive: {error}") from error
+    first = min(addresses)
+    for start in starts:
+        base = first - start
+        if base % mmap.PAGESIZE == 0 and all(address - base in starts for address in addresses):
+            return base
+    raise BadShard(f"{path} is packed in a way that is not known here: save it anew with torch.save")
 
-    Without it a mapped shard would slowly fill the process. Ordinary memory would be lost: never call it for that.
-    """
-    start = -(-mapped.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (mapped.ctypes.data + mapped.size - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        madvise(start, length, mmap.MADV_DONTNEED)
+
+def _data_start(file: BinaryIO, record: zipfile.ZipInfo) -> int:
+    """Where a record's data begins: behind a header of its own, whose name and extra field have any length."""
+    file.seek(record.header_offset)
+    n_name, n_extra = struct.unpack_from("<HH", file.read(30), 26)
+    return record.header_offset + 30 + int(n_name) + int(n_extra)

@@ -298,19 +298,29 @@ def test_bin_shards_are_read_through_torch(tmp_path: Path) -> None:
         "a": torch.from_numpy(big),
         "b": torch.from_numpy(big).to(torch.bfloat16),
         "t": torch.from_numpy(A).T,
+        "part": torch.from_numpy(big)[5:9, 3:7],
+        "tied": torch.from_numpy(big)[8:],
+        "none": torch.zeros(0, 4),
     }
     path = folder(tmp_path / "c")
     torch.save(state, path / "pytorch_model.bin")
     with open_checkpoint(path) as checkpoint:
-        for _ in range(2):  # pages are given back after each reading, and come again
+        for _ in range(2):
             np.testing.assert_array_equal(values(checkpoint.tensors["a"]), big)
             np.testing.assert_array_equal(checkpoint.tensors["b"].rows(3, 9), state["b"].float().numpy()[3:9])
             np.testing.assert_array_equal(values(checkpoint.tensors["t"]), A.T)
+            np.testing.assert_array_equal(values(checkpoint.tensors["part"]), big[5:9, 3:7])
+            np.testing.assert_array_equal(values(checkpoint.tensors["tied"]), big[8:])
+            assert values(checkpoint.tensors["none"]).shape == (0, 4)
+        os.truncate(path / "pytorch_model.bin", 70_000)
+        with pytest.raises(BadShard, match="while it was read: it was changed or cut"):
+            checkpoint.tensors["a"].rows(0, 64)
     for state in (
         {"a": object()},
         {1: torch.zeros(2)},
         {"state_dict": {"a": torch.zeros(2)}},
         torch.zeros(2),
+        {"a": torch.zeros(1).expand(1 << 40)},
     ):
         torch.save(state, path / "pytorch_model.bin")
         with pytest.raises(BadShard, match=r"pytorch_model\.bin"):

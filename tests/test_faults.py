@@ -7,8 +7,10 @@ more of the calls that read.
 from __future__ import annotations
 
 import errno
+import http.client
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from conftest import PairOf
+from served import served
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.edit import merge
@@ -146,6 +149,42 @@ def test_a_model_that_shrinks_while_it_is_read(pair_of: PairOf, tmp_path: Path) 
     with pytest.raises(TruncatedFile, match="became shorter while"):
         merge(main, pair.sidecar, tmp_path / "whole.gguf", progress=shrink)
     assert list(tmp_path.iterdir()) == [main]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names the file by /proc")
+@pytest.mark.parametrize("shrunk", ["main", "sidecar"])
+def test_a_model_that_shrinks_in_use_ends_the_program_with_a_line(
+    shrunk: str, pair_of: PairOf, tmp_path: Path
+) -> None:
+    """llama.cpp has mapped it: nothing goes on from SIGBUS, but the program says which file it was."""
+    folder = Path(shutil.copytree(pair_of("R", "Q8_0").main.parent, tmp_path / "models"))
+    main = folder / pair_of("R", "Q8_0").main.name
+    file = {"main": main, "sidecar": folder / pair_of("R", "Q8_0").sidecar.name}[shrunk]
+    with served(
+        main, "--ctx", "256", "--threads", "2", "--kernels", "stock", "--draft-vocab", "full"
+    ) as server:
+        ask = {"prompt": "def f", "max_tokens": 4, "ignore_eos": True}
+        assert server.request("/v1/completions", ask)[0] == 200
+        os.truncate(file, 4096)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            server.request("/v1/completions", ask)
+        assert server.process.wait(60) == -signal.SIGBUS
+    lines = [line for line in server.log if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"error: {file} became shorter while it was in use"), (
+        server.log
+    )
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_bus_error_that_is_somebody_elses(handled: bool) -> None:
+    """Sent by another process it ends this one as ever; a handler that is there already stays."""
+    first = "signal.signal(signal.SIGBUS, lambda *_: sys.exit(9));" if handled else ""
+    text = "import os, signal, sys; from llama_sidecar.runtime import _native;"
+    text += f"{first}_native.explain_bus_errors(); os.kill(os.getpid(), signal.SIGBUS)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (9 if handled else -signal.SIGBUS)
+    assert done.stderr.startswith("" if handled else "\nerror: a file that is in use became shorter")
+    assert done.stderr.count("\n") == (0 if handled else 2)
 
 
 # The cache

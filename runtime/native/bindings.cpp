@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "bus_error.h"
 #include "generation.h"
 #include "log.h"
 #include "pace_bindings.h"
@@ -91,6 +92,8 @@ NB_MODULE(_native, m) {
             return nb::bytes(text.data(), text.size());
         },
         "llama.cpp's errors in this thread since the last call.");
+    m.def("explain_bus_errors", &explain_bus_errors,
+          "For programs: a SIGBUS, which still ends the process, first says on stderr which file is to blame.");
     // With the GIL: a thread that asks for it back while the interpreter ends would end the process. Those that compute are
     // safe from that by their turns, which llm.py takes for good before.
     m.def("release_team", &release_team,
