@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .llm import Model
 
 N_PIECE = 256  # prompt tokens per native call: Ctrl-C and cancel() act between pieces
-READ_S = 0.1  # of rounds per native call where nobody waits for each: Ctrl-C acts between calls
+READ_S = 1.0  # of rounds per native call where nobody waits for each; Ctrl-C acts within a tenth of a second
 DEFAULT_MAX_TOKENS = 512
 
 

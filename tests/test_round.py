@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,6 +313,35 @@ def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model) -> None:
         signal.signal(signal.SIGINT, before)
         session.pace = None
         assert ids(session) == plain_ids(model)
+
+
+def test_ctrl_c_ends_a_text_that_is_read_long_before_its_end(
+    pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "READ_S", 600.0)  # of rounds in one native call
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    n = 30_000
+    with load(pair_of("T", "Q8_0").main, ctx=n + 100, threads=1, depth=3) as loaded:
+        generation = loaded.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
+        next(generation)
+
+        def strike() -> None:
+            while len(generation.tokens) < 100:
+                time.sleep(0.01)
+            signal.raise_signal(signal.SIGINT)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            generation.read()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+        assert generation.finish_reason == "cancelled"
+        assert 100 <= len(generation.tokens) < n / 2
+        session = generation._session
+        again = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
+        again.read()
+        assert again.tokens == plain_ids(loaded)
 
 
 def test_a_text_has_ended_when_its_last_piece_is_there(model: Model) -> None:

@@ -375,12 +375,17 @@ NB_MODULE(_native, m) {
         .def(
             "rounds",
             [](Generation & self, Session & session, Turns & turns, double seconds) {
+                const auto look_for_signals = [&turns] {
+                    const nb::gil_scoped_acquire acquired;
+                    turns.pass();  // with the GIL: see release_team above
+                    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+                };
                 std::optional<std::string> shown;
                 {
                     const nb::gil_scoped_release released;
-                    shown = self.rounds(session, turns, seconds);
+                    shown = self.rounds(session, turns, seconds, look_for_signals);
                 }
-                turns.pass();  // with the GIL: see release_team above
+                turns.pass();  // with the GIL, as above
                 return shown;
             },
             "session"_a, "turns"_a, "seconds"_a = 0.0)

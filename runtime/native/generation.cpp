@@ -6,6 +6,12 @@
 
 namespace sidecar {
 
+namespace {
+
+constexpr std::chrono::milliseconds between_looks{100};
+
+}  // namespace
+
 Generation::Generation(Chooser & chooser, Pacing * pacing, Limits limits)
     : chooser_(chooser), pacing_(pacing), limits_(std::move(limits)), stream_(limits_.stop) {}
 
@@ -17,17 +23,31 @@ std::string Generation::begin(Session & session, llama_token first) {
     return shown;
 }
 
-std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds) {
+std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds, const std::function<void()> & look) {
     const auto started = std::chrono::steady_clock::now();
+    auto looked = started;
+    const Traffic before = session.traffic();
+    const auto count = [&](const Traffic * from) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        counts_.traffic += session.traffic();
+        counts_.traffic -= *from;
+    };
+    const std::unique_ptr<const Traffic, decltype(count)> counted(&before, count);
     std::optional<std::string> shown;
     while (true) {
         turns.take();
         std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
         const std::optional<std::string> more = round(session);
         if (more) shown = shown.value_or("") + *more;
-        if (!more || std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count() >= seconds) {
+        const auto now = std::chrono::steady_clock::now();
+        if (!more || std::chrono::duration<double>(now - started).count() >= seconds) {
             pass.release();
             break;
+        }
+        if (now - looked >= between_looks) {
+            looked = now;
+            pass.release();
+            look();
         }
     }
     if (!shown) asked_for_context_ |= wants_plain_context_;
@@ -44,7 +64,6 @@ std::optional<std::string> Generation::round(Session & session) {
         end_ = End::length;
         return {};
     }
-    const Traffic before = session.traffic();
     int32_t depth = std::min({limits_.depth, limits_.max_tokens - counts_.n_tokens - 1, n_room});
     Found found;
     int32_t n_found = 0;  // that this round verifies
@@ -95,8 +114,6 @@ std::optional<std::string> Generation::round(Session & session) {
     counts_.draft_s += round.draft_s;
     counts_.verify_s += round.verify_s;
     counts_.accept_s += round.accept_s;
-    counts_.traffic += session.traffic();
-    counts_.traffic -= before;
     return shown;
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -66,9 +67,10 @@ class Generation {
     std::string begin(Session & session, llama_token first);
 
     // One round, or as many as begin within `seconds`, each in a turn of its own, the last of which the caller passes on; what can
-    // be shown of them, which may be nothing yet. No value when the text has ended or the next round needs something first. What
-    // the session, the chooser or `pacing` throw leaves whole() as it then is, and has passed the turn.
-    std::optional<std::string> rounds(Session & session, Turns & turns, double seconds);
+    // be shown of them, which may be nothing yet. No value when the text has ended or the next round needs something first. Some
+    // times a second `look` is called between two rounds, in the first one's turn, which it passes on. What it, the session, the
+    // chooser or `pacing` throw leaves whole() as it then is, the turn having been passed.
+    std::optional<std::string> rounds(Session & session, Turns & turns, double seconds, const std::function<void()> & look);
 
     // What was held back, once the text has ended.
     std::string finish();

@@ -166,9 +166,22 @@ void Waiting::before(int n_threads) {
     const bool paused = now - computed_at_ > pause;
     if (!works_ || (!paused && now - looked_at_ < between_looks)) return;
     const int n_wanted = std::min(n_threads, n_cpus_);
-    Processors found = processors();
     const double seconds = std::chrono::duration<double>(now - looked_at_).count(), ours_s = own_seconds();
-    double room = (found.idle_s - idle_s_ + ours_s - ours_s_) / seconds;
+    double room = (ours_s - ours_s_) / seconds;  // at least
+    const bool had_all = !paused && !is_crowded(room, n_wanted, sleeping_);  // whatever else there is: /proc/stat takes long to read
+    const bool knows_idle = knows_idle_;
+    looked_at_ = now;
+    ours_s_ = ours_s;
+    knows_idle_ = !had_all;
+    if (had_all) {
+        n_others_ = 0;
+        sleep(false);
+        return;
+    }
+    Processors found = processors();
+    room += (found.idle_s - idle_s_) / seconds;
+    idle_s_ = found.idle_s;
+    if (!paused && !knows_idle) return;  // the next look can say
     if (paused) {
         const auto room_now = [&] { return found.n_others == 0 ? n_cpus_ - (found.n_running - 1) : n_cpus_; };  // one is this
         for (int i = 0; i < 4 && is_crowded(room_now(), n_wanted, sleeping_); ++i) {  // what runs for a moment is no load
@@ -177,9 +190,6 @@ void Waiting::before(int n_threads) {
         }
         room = room_now();
     }
-    looked_at_ = now;
-    idle_s_ = found.idle_s;
-    ours_s_ = ours_s;
     const bool crowded = is_crowded(room, n_wanted, sleeping_);
     if (crowded && found.n_others == 0) {
         const OwnRunning own = own_running();

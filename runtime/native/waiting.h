@@ -43,8 +43,8 @@ class Waiting {
     static Waiting & of_process();
 
     // Before n_threads compute: looks how busy the machine is, and chooses. While the process computes it judges by the time
-    // since the last look, and really looks a few times a second only; after a pause, in which others may have come and gone, by
-    // what runs now.
+    // since the last look, a few times a second only, and at other programs only where it had not all of it; after a pause, in which
+    // others may have come and gone, by what runs now.
     void before(int n_threads);
     // After they have computed.
     void after();
@@ -68,6 +68,7 @@ class Waiting {
     int n_cpus_ = 0;
     std::chrono::steady_clock::time_point looked_at_, computed_at_, asleep_until_;
     double idle_s_ = 0.0, ours_s_ = 0.0;  // processor seconds at the last look
+    bool knows_idle_ = true;              // idle_s_ is of then, too
     struct Parked;
     std::shared_ptr<Parked> parked_;  // the parked team's thread looks after it too
 };

@@ -10,13 +10,24 @@ the first draft vocabulary lacks. Turns of 16 tokens: a machine that drifts drif
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from llama_sidecar.runtime import Model, load
+from llama_sidecar.runtime import Generation, Model, load
 
 TURN = 16
 ENGLISH = "The history of the city begins with a river and"
 KOREAN = "한국의 수도는 서울이다. 서울은 한강을 끼고 있으며 인구가 많은 도시로, 오랜 역사를 가지고 있다."
 TEXTS = {"wrong": (ENGLISH, 0.0), "hot": (ENGLISH, 1.5), "korean": (KOREAN, 0.0)}
+
+
+def in_turns(texts: Sequence[Generation], n: int) -> None:
+    """Writes texts of `n` tokens, each some tokens at a time, now in this order and now in the other."""
+    for goal in range(TURN, n + TURN, TURN):
+        for text in texts if goal // TURN % 2 else reversed(texts):
+            while len(text.tokens) < min(goal, n) and not text.finished:
+                next(text, None)
+    for text in texts:
+        text.read()
 
 
 def compare(model: Model, name: str, n: int) -> list[str]:
@@ -25,12 +36,7 @@ def compare(model: Model, name: str, n: int) -> list[str]:
     options = {"max_tokens": n, "temperature": temperature, "seed": 1, "ignore_eos": True}
     with model.session(spec_type="none", learn=False) as plain, model.session(learn=False) as paced:
         texts = [session.generate(prompt, **options) for session in (plain, paced)]
-        for goal in range(TURN, n + TURN, TURN):
-            for text in texts if goal // TURN % 2 else reversed(texts):
-                while len(text.tokens) < min(goal, n) and not text.finished:
-                    next(text, None)
-        for text in texts:
-            text.read()
+        in_turns(texts, n)
     plain_s, paced_s = (text.stats.generate_s for text in texts)
     speeds = [f"{text.stats.tok_s:.1f}" for text in texts]
     equal = "equal" if texts[0].tokens == texts[1].tokens else "differ"

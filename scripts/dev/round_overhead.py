@@ -6,7 +6,7 @@
 `a row` is choosing over the rows read: what reading a row of logits costs. Medians over rounds, and the quickest round in
 brackets. The rest is mostly memory that the weights have pushed out of the caches: larger models, larger rest. The text is
 written twice, and the second counts: a token that is new costs more, since its bytes come from llama.cpp and a compact head may
-have to be given its row. "read": texts of 32 tokens that nobody watches, where Python is not entered at each round; medians over texts.
+have to be given its row. "read": texts of 96 tokens that nobody watches, where Python is not entered at each round; medians over texts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def rounds(session: Session, n: int) -> list[tuple[float, ...]]:
 def texts(session: Session, n: int) -> list[tuple[float, ...]]:
     """Microseconds of each of `PARTS` a round, text by text, where a text is read as a whole."""
     found = []
-    for _ in range(n // 32):
-        text = session.generate("def main():\n", max_tokens=32, temperature=0, ignore_eos=True)
+    for _ in range(max(2, n // 96)):
+        text = session.generate("def main():\n", max_tokens=96, temperature=0, ignore_eos=True)
         text.read()
         s = text.stats
         a_row = s.accept_s / (s.n_rounds + s.n_accepted) * s.n_rounds
