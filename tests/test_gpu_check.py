@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,7 @@ def test_a_whole_check(pair_of: PairOf, tmp_path: Path) -> None:
     assert set(data["depths"]["L 3"]["tok_s"]) == {"0", "1", "2", "3", "4", "pace"}
     assert data["source"]["backend"] == "CPU" and not list(tmp_path.glob("*.part"))
     for title in (
+        "no GPU: the installed llama-cpp-python was built without one",
         "memory",
         "widths that agree",
         "token ids",
@@ -57,27 +61,112 @@ def test_out_of_time_it_leaves_what_it_has(pair_of: PairOf, tmp_path: Path) -> N
     assert "memory" in data and "depths" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_the_pack_s_scripts_say_what_is_wrong(tmp_path: Path) -> None:
-    pack = tmp_path / "pack"
-    pack.mkdir()
-    (pack / "gpu_run.sh").write_bytes((DEV / "gpu_run.sh").read_bytes())
-    (pack / "manifest").write_text("python 2.7\n")
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    """A pack for this machine, with this project's sources and no others."""
+    folder = tmp_path / "pack"
+    (folder / "llama_cpp").mkdir(parents=True)
+    (folder / "gpu_run.sh").write_bytes((DEV / "gpu_run.sh").read_bytes())
+    write_manifest(folder)
+    for archive, root, what in (
+        ("project", DEV.parents[1], "scripts/dev/machine_check.py"),
+        ("library", folder, "llama_cpp"),
+    ):
+        subprocess.run(["tar", "-cJf", folder / f"{archive}.tar.xz", "-C", root, what], check=True)
+    (folder / "wheels").mkdir()
+    with zipfile.ZipFile(folder / "wheels" / "nothing-1-py3-none-any.whl", "w") as wheel:
+        for name, text in (
+            ("METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            wheel.writestr(f"nothing-1.dist-info/{name}", text)
+    return folder
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHON": sys.executable}
-        command = ["bash", str(pack / "gpu_run.sh"), "--out", str(tmp_path / "out"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
 
-    assert run("--fast").stderr == "error: unknown option --fast (there are --limit, --out, --work)\n"
-    result = run()
-    assert result.returncode == 1 and "the pack is for 2.7: pack with PYTHON_VERSION=" in result.stderr
+def program(folder: Path, name: str, script: str) -> None:
+    """A stand-in for a program on PATH."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def write_manifest(pack: Path, python: str = "", arch: str = "") -> None:
+    python = python or f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (pack / "manifest").write_text(f"python {python}\narch {arch or platform.machine()}\n")
+
+
+def run(pack: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """gpu_run.sh on a machine without nvcc, GPU and driver."""
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "CUDACXX": "nvcc-99", **settings}
+    command = ["bash", str(pack / "gpu_run.sh"), "--out", str(pack.parent / "out"), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=pack.parent, timeout=100
+    )
+
+
+def test_what_is_wrong_is_one_line(pack: Path) -> None:
+    """Before anything is built: options, Python, processor, compilers, space."""
+
+    def error(*arguments: str, **settings: str) -> str:
+        result = run(pack, *arguments, **settings)
+        assert result.returncode > 0 and result.stderr.count("\n") == 1, result
+        return result.stderr
+
+    assert error("--fast") == "error: unknown option --fast (there are --limit, --out, --work)\n"
+    assert error(BACKEND="rocm") == "error: BACKEND=rocm is none of cuda, vulkan, cpu\n"
+    assert error(PYTHON="python-99") == "error: no python-99: PYTHON=... names one\n"
+    assert error() == (  # no silent step down to the processor
+        "error: CUDACXX=nvcc-99 is not there: name another nvcc or unset CUDACXX; "
+        "BACKEND=cpu checks the processor alone, BACKEND=vulkan other GPUs\n"
+    )
+    assert "no cmake found" in error(PATH=path_without(pack, "cmake"), BACKEND="cpu")
+    program(pack, "df", "printf 'Filesystem 1M-blocks Used Available\\nnone 9 2 7\\n'")
+    assert " has 7 MiB free and building takes 4000: --work names another folder" in error(
+        PATH=f"{pack}{os.pathsep}{os.environ['PATH']}"
+    )
+    write_manifest(pack, arch="vax")
+    assert f"this machine is {platform.machine()}, the pack is for vax: pack with ARCH=" in error()
+    write_manifest(pack, python="2.7")
+    assert "the pack is for 2.7: pack with PYTHON_VERSION=" in error()
+    (pack / "manifest").unlink()
+    assert "no pack lies in" in error() and "gpu_pack.sh makes one" in error()
+
+
+def path_without(pack: Path, name: str) -> str:
+    """A PATH with all programs but one."""
+    folder = pack / "programs"
+    folder.mkdir()
+    for path in reversed(os.environ["PATH"].split(os.pathsep)):
+        for file in Path(path).glob("*"):
+            if file.name != name:
+                (folder / file.name).unlink(missing_ok=True)
+                (folder / file.name).symlink_to(file)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "limit, says", [("60", "llama-sidecar does not build: "), ("0", "not built within 0 s")]
+)
+def test_a_build_that_ends_early_leaves_nothing_running(pack: Path, limit: str, says: str) -> None:
+    """cmake stands in for a compiler that never ends, and there is no project to build: what cmake started goes, too."""
+    running = pack / "running"
+    program(
+        pack,
+        "cmake",
+        f"[ $1 = --version ] && exec echo cmake version 3.30; sleep 300 & echo $! > {running}; wait",
+    )
+    program(pack, "ninja", "exit")
+    result = run(pack, "--limit", limit, BACKEND="cpu", PATH=f"{pack}{os.pathsep}{os.environ['PATH']}")
+    assert result.returncode == 1 and says in result.stderr, result
+    if running.exists() or limit != "0":  # it may have been stopped before it began
+        state = ["ps", "-o", "stat=", "-p", running.read_text().strip()]
+        time.sleep(0.2)
+        assert subprocess.run(state, capture_output=True, text=True).stdout[:1] in ("", "Z")
+
+
+def test_without_a_venv_nothing_is_packed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": str(tmp_path / "none")}
     packed = subprocess.run(
         ["bash", str(DEV / "gpu_pack.sh")], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert packed.returncode == 1 and "make demo first" in packed.stderr
-
-
-@pytest.mark.parametrize("name", ["gpu_pack.sh", "gpu_run.sh"])
-def test_the_scripts_parse(name: str) -> None:
-    assert subprocess.run(["bash", "-n", str(DEV / name)]).returncode == 0

@@ -154,22 +154,87 @@ def test_gpu_tools(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDACXX", raising=False)
     monkeypatch.setattr(check.sys, "platform", "linux")
+    monkeypatch.setattr(check, "NVCC", tmp_path / "cuda" / "nvcc")
     for gpu, needs in (("cuda", "nvcc"), ("vulkan", "glslc"), ("metal", "macOS")):
         with pytest.raises(check.Problem, match=needs) as error:
             check.check_gpu(gpu)
         one_line(error)
     program(tmp_path, "glslc", "exit 0")
     monkeypatch.setattr(check, "VULKAN_HEADER", tmp_path / "vulkan_core.h")
-    check.check_gpu("vulkan")  # they may lie elsewhere
+    assert check.check_gpu("vulkan") == {}  # they may lie elsewhere
     check.VULKAN_HEADER.write_text("#define VK_HEADER_VERSION 239\n")  # Debian 12
     with pytest.raises(check.Problem, match=r"1\.3\.272 or newer") as error:
         check.check_gpu("vulkan")
     one_line(error)
     check.VULKAN_HEADER.write_text("typedef struct VkLayerSettingEXT {\n")
-    check.check_gpu("vulkan")
+    assert check.check_gpu("vulkan") == {} == check.check_gpu("cpu")
+    check.NVCC.parent.mkdir()
+    program(check.NVCC.parent, "nvcc", "exit 0")
+    assert check.check_gpu("cuda") == {"CUDACXX": str(check.NVCC)}  # where CMake would not look
     program(tmp_path, "nvcc", "exit 0")
-    check.check_gpu("cuda")
-    check.check_gpu("cpu")
+    assert check.check_gpu("cuda") == {"CUDACXX": str(tmp_path / "nvcc")}
+    monkeypatch.setenv("CUDACXX", "nvcc-99")
+    with pytest.raises(check.Problem, match="CUDACXX=nvcc-99 is not there"):
+        check.check_gpu("cuda")
+
+
+def nvcc(folder: Path, *found: object) -> dict[str, str]:
+    """A stand-in for nvcc: its programs print what they found, separated by tabs. Returns the environment with it."""
+    line = "\\t".join(map(str, found))
+    program(
+        folder,
+        "nvcc",
+        f"while [ $1 != -o ]; do shift; done; printf '#!/bin/sh\\nprintf \"{line}\\\\n\"\\n' > $2; chmod +x $2",
+    )
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    "found, says",
+    [
+        (("0.0", "13.0", 35, "insufficient"), r"no NVIDIA driver here: `nvidia-smi`.*--gpus all"),
+        (
+            ("12.4", "13.0", 35, "insufficient"),
+            r"driver knows CUDA 12\.4 and the toolkit is 13\.0: update.*CUDACXX=",
+        ),
+        (("13.0", "13.0", 100, "no device"), r"no GPU that CUDA can use \(no device\): `nvidia-smi`"),
+        (
+            ("13.0", "13.0", 46, "all devices are busy"),
+            r"fails on this GPU: all devices are busy \(driver for CUDA 13",
+        ),
+        (("killed",), r"does not run here: exit code 0"),
+    ],
+    ids=["no driver", "old driver", "no GPU", "GPU in use", "killed"],
+)
+def test_a_gpu_that_cuda_cannot_use(
+    check: ModuleType, tmp_path: Path, found: tuple[object, ...], says: str
+) -> None:
+    with pytest.raises(check.Problem, match=says) as error:
+        check.check_cuda(nvcc(tmp_path, *found))
+    one_line(error)
+
+
+def test_a_gpu_that_cuda_can_use(check: ModuleType, tmp_path: Path) -> None:
+    found = check.check_cuda(nvcc(tmp_path, "13.0", "12.8", 0, "NVIDIA H100, compute capability 9.0"))
+    assert found == "NVIDIA H100, compute capability 9.0, driver for CUDA 13.0, toolkit 12.8"
+    program(tmp_path, "nvcc", "echo 'nvcc fatal : Unsupported gpu architecture; an error' >&2; exit 1")
+    with pytest.raises(
+        check.Problem, match=r"nvcc fails on a small program \(nvcc fatal.*CUDACXX=.*NVCC_CCBIN="
+    ) as error:
+        check.check_cuda({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    one_line(error)
+
+
+def test_cmake(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(check.Problem, match=r"no cmake found: install CMake 3\.24 or newer") as error:
+        check.check_cmake()
+    one_line(error)
+    program(tmp_path, "cmake", "echo cmake version 3.22.1")
+    with pytest.raises(check.Problem, match=r"cmake is 3\.22: install CMake 3\.24"):
+        check.check_cmake()
+    program(tmp_path, "cmake", "echo cmake version 3.100.0")
+    check.check_cmake()
 
 
 def test_unknown_gpu(setup: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ import click
 
 from llama_sidecar.runtime import LoadError, Model, exactness, placement
 from llama_sidecar.runtime.bench import measure, p_accept
+from llama_sidecar.runtime.library import llama
 from llama_sidecar.runtime.lossless import Check, sweep
 from llama_sidecar.runtime.prompts import Prompt, read_prompts
 from llama_sidecar.runtime.provenance import provenance
@@ -172,6 +173,7 @@ def _check(open_model: Loader, results: Results, n: int, budget: float) -> None:
     with open_model() as model:
         memory = _memory(model, free_before)
         results.data["source"] = provenance(model)
+        click.echo(f"{_where(results.data['source'])}\n")
         results.add("memory", memory, time.perf_counter() - started, _memory_table(memory))
         prompts = read_prompts(BUILT_IN["code"]) + read_prompts(BUILT_IN["prose"])
         for part, run in PARTS.items():
@@ -179,6 +181,22 @@ def _check(open_model: Loader, results: Results, n: int, budget: float) -> None:
                 started = time.perf_counter()
                 found, *tables = run(model, prompts, n, budget)
                 results.add(part, found, time.perf_counter() - started, *tables)
+
+
+def _where(source: dict[str, Any]) -> str:
+    """What the figures are of; a processor's ones say why they are not a GPU's."""
+    text = f"{source['backend']}, {source['machine']['cpu']}, llama-cpp-python {source['llama_cpp']['llama_cpp_python']}"
+    if source["backend"] != "CPU":
+        return text
+    if not llama().llama_supports_gpu_offload():
+        why = "the installed llama-cpp-python was built without one (docs/GPU.md has how to)"
+    else:
+        why = (
+            "no layer was placed on one"
+            if placement.gpus()
+            else "llama.cpp finds none (is its driver there?)"
+        )
+    return f"{text}\nno GPU: {why}"
 
 
 # The parts

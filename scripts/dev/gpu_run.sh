@@ -8,7 +8,7 @@
 # gpu-results) as it goes: a run that is stopped leaves what it has. Exit code 0 only if every check was whole and lossless.
 #
 # Settings:
-#   BACKEND=cuda|vulkan|cpu  (default: cuda where nvcc and an NVIDIA driver are, else cpu)
+#   BACKEND=cuda|vulkan|cpu  (default: cuda)
 #   PYTHON=python3, CMAKE_ARGS, CC, CXX, CUDACXX; CHECKS="demo 0.8B:Q4_K_M ..." in place of those above
 set -euo pipefail
 pack=$(cd "$(dirname "$0")" && pwd)
@@ -23,29 +23,41 @@ while [ $# -gt 0 ]; do
     esac
 done
 mkdir -p "$out" && out=$(cd "$out" && pwd)
-if [ -z "$work" ]; then work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT; fi
+ours=
+[ -n "$work" ] || { work=$(mktemp -d) && ours=$work; }
 mkdir -p "$work" && work=$(cd "$work" && pwd)
+jobs_started=()
+finish() {
+    local job
+    for job in "${jobs_started[@]}"; do kill -- "-$job" 2> /dev/null || true; done  # each with all that it has started
+    [ -z "$ours" ] || rm -rf "$ours"
+}
+trap finish EXIT
+trap 'exit 130' INT TERM
 PYTHON=${PYTHON:-python3}
+BACKEND=${BACKEND:-cuda}
 left() { echo $((limit - SECONDS)); }
 step() { echo "[$SECONDS s] $*" | tee -a "$out/run.log"; }
 fail() { echo "error: $*" | tee -a "$out/run.log" >&2; exit 1; }
 
 : > "$out/run.log"
-wanted=$(sed -n 's/^python //p' "$pack/manifest")
-version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "no $PYTHON: PYTHON=... names one"
-[ "$version" = "$wanted" ] || fail "$PYTHON is Python $version, the pack is for $wanted: pack with PYTHON_VERSION=$version, or PYTHON=... names another"
-if [ -z "${BACKEND:-}" ]; then
-    BACKEND=cpu
-    if command -v "${CUDACXX:-nvcc}" > /dev/null && { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi > /dev/null; }; then BACKEND=cuda; fi
-fi
+[ -f "$pack/manifest" ] || fail "no pack lies in $pack: scripts/dev/gpu_pack.sh makes one, .gpu, with a gpu_run.sh in it"
+packed() { sed -n "s/^$1 //p" "$pack/manifest"; }
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) || fail "no $PYTHON: PYTHON=... names one"
+[ "$version" = "$(packed python)" ] ||
+    fail "$PYTHON is Python $version, the pack is for $(packed python): pack with PYTHON_VERSION=$version, or PYTHON=... names another"
+[ "$(uname -m)" = "$(packed arch)" ] || fail "this machine is $(uname -m), the pack is for $(packed arch): pack with ARCH=$(uname -m)"
+"$PYTHON" -m pip --version > /dev/null 2>&1 || fail "$PYTHON has no pip: install it (Debian: python3-pip), or PYTHON=... names another"
+n_mib=1000
 case $BACKEND in
-    cuda) backend_args="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES:-native}" ;;
+    cuda) backend_args="-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES:-native}" n_mib=4000 ;;
     vulkan) backend_args="-DGGML_VULKAN=ON" ;;
     cpu) backend_args= ;;
     *) fail "BACKEND=$BACKEND is none of cuda, vulkan, cpu" ;;
 esac
+n_free=$(df -Pm "$work" | awk 'NR == 2 { print $4 }')
+[ "$n_free" -ge "$n_mib" ] || fail "$work has $n_free MiB free and building takes $n_mib: --work names another folder"
 step "Python $version, backend $BACKEND, $(nproc) processors, limit $limit s"
-command -v nvidia-smi > /dev/null && nvidia-smi -L | tee -a "$out/run.log" || true
 
 # One folder on PYTHONPATH in place of a virtual environment: many machines have no ensurepip. What is in the pack comes first.
 site=$work/site
@@ -54,10 +66,16 @@ export XDG_CACHE_HOME=$work/cache
 mkdir -p "$site" "$work/library" "$work/project"
 tar -xJf "$pack/library.tar.xz" -C "$work/library"
 tar -xJf "$pack/project.tar.xz" -C "$work/project"
+compilers=$("$PYTHON" "$work/project/scripts/dev/machine_check.py" "$BACKEND" 2> "$work/machine.log") || {
+    hint=
+    [ "$BACKEND" != cuda ] || hint="; BACKEND=cpu checks the processor alone, BACKEND=vulkan other GPUs"
+    fail "$(sed 's/^error: //' "$work/machine.log" | tail -1)$hint"
+}
+[ ! -s "$work/machine.log" ] || step "$(tail -1 "$work/machine.log")"
+while IFS= read -r line; do export "${line?}"; done <<< "$compilers"
 pip() { "$PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
 pip install -q --no-index --no-deps --no-compile --target "$site" "$pack"/wheels/*.whl > "$work/wheels.log" 2>&1 || fail "$(tail -1 "$work/wheels.log")"
 cp -r "$work/library/llama_cpp" "$site/" && mkdir -p "$site/llama_cpp/lib"
-command -v cmake > /dev/null || fail "no cmake here: install CMake 3.24 or newer"
 command -v ninja > /dev/null || fail "no ninja here and none in the pack"
 
 step "compiling llama.cpp ($BACKEND) and llama-sidecar"
@@ -73,19 +91,36 @@ build_project() {
     pip wheel -q --no-index --no-deps --no-build-isolation -w "$work/dist" "$work/project" &&
         pip install -q --no-index --no-deps --no-compile --target "$site" "$work"/dist/*.whl
 }
-library_fails() {
-    fail "llama.cpp does not build, or not within $limit s: $(grep -m1 -iE 'error|fatal' "$out/build-library.log" || tail -1 "$out/build-library.log")"
+built() {  # PID NAME LOG
+    wait "$1" && return
+    [ "$(left)" -gt 0 ] || fail "not built within $limit s: give it more, --limit"
+    fail "$2 does not build: $(grep -m1 -iE 'error|fatal' "$out/$3" || tail -1 "$out/$3")"
 }
+set -m  # a process group each
 build_project > "$out/build-project.log" 2>&1 & project=$!
 build_library > "$out/build-library.log" 2>&1 & library=$!
-( sleep "$(left)"; kill "$library" "$project" 2> /dev/null ) > /dev/null 2>&1 & watch=$!
-wait -n || true  # whichever ends first may have failed: no need to wait for the other
-kill -0 "$library" 2> /dev/null || wait "$library" || library_fails
-wait "$project" || fail "llama-sidecar does not build: $(grep -m1 -i error "$out/build-project.log" || tail -1 "$out/build-project.log")"
-wait "$library" || library_fails
-kill "$watch" 2> /dev/null || true
+watch() {  # says how far it is, and stops it when the time is up
+    while [ "$(left)" -gt 0 ]; do
+        sleep $(($(left) < 30 ? $(left) : 30))
+        step "compiling: $(grep -oE '^\[[0-9]+/[0-9]+\]' "$out/build-library.log" | tail -1)"
+    done
+    kill -- "-$library" "-$project" 2> /dev/null
+}
+watch & watch=$!
+set +m
+jobs_started=("$project" "$library" "$watch")
+wait -n "$project" "$library" || true  # whichever ends first may have failed: no need to wait for the other
+kill -0 "$library" 2> /dev/null || built "$library" llama.cpp build-library.log
+built "$project" llama-sidecar build-project.log
+built "$library" llama.cpp build-library.log
+kill -- "-$watch" 2> /dev/null || true
+jobs_started=()
 find "$work/build" -name 'lib*.so*' -exec cp -P {} "$site/llama_cpp/lib/" \;
-"$PYTHON" -c 'from llama_sidecar.runtime import placement, load; print("devices:", placement.gpus() or "CPU only")' 2>&1 | tail -1 | tee -a "$out/run.log"
+devices=$("$PYTHON" -c 'from llama_sidecar.runtime import placement; print(*(f"{gpu.name}: {gpu.free_bytes >> 20} MiB free" for gpu in placement.gpus()), sep=", ")' \
+    2> "$work/devices.log") || fail "llama-sidecar does not start: $(tail -1 "$work/devices.log")"
+[ -n "$devices" ] || [ "$BACKEND" = cpu ] ||
+    fail "llama.cpp was built for $BACKEND and finds no GPU: $(grep -im1 "ggml_$BACKEND" "$work/devices.log" || echo "it does not say why")"
+step "built: ${devices:-the processor alone}"
 
 checks=()
 if [ ${#models[@]} -gt 0 ]; then
@@ -108,12 +143,12 @@ for check in "${checks[@]}"; do
     step "checking $name ($share s at most)"
     # shellcheck disable=SC2086
     if "$PYTHON" "$work/project/scripts/dev/gpu_check.py" "${what[@]}" --limit "$share" --budget $((share / 3 + 1)) \
-        --json-out "$out/check-$name.json" ${CHECK_ARGS:-} 2>&1 | tee "$out/check-$name.txt" | tail -60; then
+        --json-out "$out/check-$name.json" ${CHECK_ARGS:-} 2>&1 | tee "$out/check-$name.txt"; then
         step "$name: whole and lossless"
     else
         step "$name: see $out/check-$name.txt"
         bad=1
     fi
 done
-step "results in $out"
+step "results in $out: check-*.json is what to send"
 exit $bad

@@ -29,7 +29,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - said to those who run an older o
     )
 
 from build_progress import run_with_progress
-from machine_check import Problem, check_compilers, check_gpu, check_headers, check_venv_module
+from machine_check import Problem, check_compilers, check_gpu, check_headers, check_venv_module, dotted
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -132,8 +132,7 @@ def install_library(gpu: str) -> None:
         wishes = {name: built.get(name, "") for name in wishes}
     gpu = wishes["GPU"]
     check_headers()
-    compilers = check_compilers({**os.environ, **wishes})
-    check_gpu(gpu)
+    compilers = check_compilers({**os.environ, **wishes}) | check_gpu(gpu)
     say(announcement(requirement, gpu, n_cores()))
     # No cache and no binary: pip would take a wheel that it built earlier with other CMAKE_ARGS, or one that somebody else
     # built for another machine. No isolation: what builds it are the pinned tools in `.venv`.
@@ -355,10 +354,6 @@ def say(text: str) -> None:
 
 def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 # What earlier runs left
