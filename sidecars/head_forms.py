@@ -32,5 +32,11 @@ ROTATED_WHOLE = frozenset({
 
 GATED_DELTA = frozenset({"qwen35", "qwen35moe", "qwen3next", "qwen4exp"})
 
+# No position is rotated; elsewhere ggml's rotation of no dimensions never ends.
+UNROTATED = frozenset({
+    "arwkv7", "bloom", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear", "glm5-next", "mamba", "mamba2", "mpt",
+    "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder", "wavtokenizer-dec",
+})  # fmt: skip
+
 # Rotary positions always have sections.
 SECTIONED = frozenset({"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp"})

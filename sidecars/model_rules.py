@@ -19,7 +19,7 @@ import numpy as np
 
 from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray
-from llama_sidecar.sidecars.head_forms import EQUAL_LENGTHS, GATED_DELTA, ROTATED_WHOLE, SECTIONED
+from llama_sidecar.sidecars.head_forms import EQUAL_LENGTHS, GATED_DELTA, ROTATED_WHOLE, SECTIONED, UNROTATED
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 MAX_EXPERTS = 1024  # llama.cpp's limit
@@ -213,7 +213,7 @@ def _check_rope(sizes: _Sizes) -> None:
         if not key_length or rotated is None:
             continue
         name = f"rope.dimension_count{swa if sizes.at(f'rope.dimension_count{swa}') is not None else ''}"
-        if rotated % 2 or (not rotated and sizes.arch in SECTIONED):
+        if rotated % 2 or (not rotated and sizes.arch not in UNROTATED):
             raise sizes.fail(name, rotated, "an even number above 0")
         if rotated > key_length:
             raise sizes.fail(name, rotated, f"at most the {key_length} of a key")

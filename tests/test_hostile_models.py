@@ -93,6 +93,13 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
     # Rotary positions
     ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 7]], WRONG, "is 7; an even number"),
     ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 0]], WRONG, "is 0; an even number above 0"),
+    ("llama", [["set", "llama.rope.dimension_count", "UINT32", 0]], WRONG, "is 0; an even number above 0"),
+    (
+        "gemma4-dense",
+        [["set", "gemma4.rope.dimension_count_swa", "UINT32", 0]],
+        WRONG,
+        "dimension_count_swa is 0; an even number above 0",
+    ),
     ("R", [["set", "qwen35.rope.dimension_count", "UINT32", 18]], WRONG, "is 18; at most the 16 of a key"),
     ("R", [["set", "qwen35.rope.dimension_sections", "ARRAY INT32", [0, 0, 0, 0]]], WRONG, "sum is 1 to 16"),
     ("R", [["item", "qwen35.rope.dimension_sections", 2, 1 << 24]], WRONG, "sections .* sizes whose sum"),

@@ -468,6 +468,7 @@ def fuzz(name: str, seconds: int, n_runs: int, corpus: Path) -> None:
         f"-runs={n_runs or -1}",
         f"-max_len={MAX_BYTES}",
         f"-timeout={1 << 30}",  # of the clock on the wall
+        f"-report_slow_units={1 << 30}",
     ]
     options += [
         f"-rss_limit_mb={MEBIBYTES}",
