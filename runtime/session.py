@@ -629,13 +629,10 @@ class Generation(Iterator[str]):
         session, request, stats = self._session, self._request, self._stats
         native, rounds, turns = session._native, self._native, session.model.turns
         try:
-            first = self._prefill()
-            if first is None:
+            opening = self._prefill()
+            if opening is None:
                 self._finish("cancelled")
                 return
-            with turns:
-                opening = rounds.begin(native, first)
-            self._is_whole = True
             if opening:
                 yield opening
             if request.depth and not rounds.end:
@@ -691,20 +688,26 @@ class Generation(Iterator[str]):
             counts = rounds.counts
             self._stats.coverage = counts.n_known / max(1, counts.n_chosen)
 
-    def _prefill(self) -> int | None:
-        """Feeds the prompt, what the session already holds left out; the first token, or None when cancelled."""
+    def _prefill(self) -> str | None:
+        """Feeds the prompt, what the session already holds left out; what the first token shows, or None when cancelled.
+
+        A piece a turn. Turns may be long in coming: what goes before the first piece and after the last one needs none of its own.
+        """
         session, tokens = self._session, self._request.tokens
         native, started = session._native, time.perf_counter()
-        with session.model.turns:
-            done = self._stats.n_reused = session._hold(tokens)
-            native.adopt(tokens[done:])
-        stops = session._checkpoint_places(tokens, done)
-        while done < len(tokens):
-            if session._cancelled:
-                session._history = tokens[:done]
-                return None
-            ends = min(done + session._n_piece, *stops[:1], len(tokens))
+        opening: str | None = None
+        stops: list[int] | None = None
+        done = 0
+        while opening is None:
             with session.model.turns:
+                if stops is None:
+                    done = self._stats.n_reused = session._hold(tokens)
+                    native.adopt(tokens[done:])
+                    stops = session._checkpoint_places(tokens, done)
+                if session._cancelled:
+                    session._history = tokens[:done]
+                    return None
+                ends = min(done + session._n_piece, *stops[:1], len(tokens))
                 native.feed(tokens[done:ends], ends == len(tokens))
                 done = ends
                 if stops and done == stops[0]:
@@ -712,8 +715,10 @@ class Generation(Iterator[str]):
                     stops.pop(0)
                 if done == len(tokens):
                     first = int(native.first(self._request.chooser.native))
-        self._stats.prompt_s = self._stats.first_s = time.perf_counter() - started
-        return first
+                    self._stats.prompt_s = self._stats.first_s = time.perf_counter() - started
+                    opening = str(self._native.begin(native, first))
+        self._is_whole = True
+        return opening
 
 
 def close_after(resource: Session | Model, error: BaseException | None) -> None:

@@ -323,7 +323,7 @@ def test_requests_of_all_sorts_leave_no_slot_stuck_and_memory_flat(main: Path) -
             thread.start()
         for thread in threads:
             thread.join()
-        report = soak(server.url, server.process.pid, n_requests=150, n_clients=6)
+        report = soak(server, n_requests=150, n_clients=6)
         assert report.problems() == [], report
         assert sum(report.ends.values()) == 150 and report.ends["left"] >= 30
         assert server.process.poll() is None

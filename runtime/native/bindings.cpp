@@ -192,7 +192,8 @@ NB_MODULE(_native, m) {
         .def("__enter__", &Turns::take, no_gil)
         .def(
             "__exit__", [](Turns & self, const nb::args &) { self.pass(); },
-            nb::sig("def __exit__(self, *args: object) -> None"));
+            nb::sig("def __exit__(self, *args: object) -> None"))
+        .def_prop_ro("is_over", &Turns::is_over, "In a turn: whether it has lasted as long as it may while others wait.");
 
     nb::class_<DraftVocab>(m, "DraftVocab", "Which tokens a compact head has rows for: see draft_vocab.h.")
         .def(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <memory>
 
 namespace sidecar {
@@ -24,8 +25,10 @@ std::string Generation::begin(Session & session, llama_token first) {
 }
 
 std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds, const std::function<void()> & look) {
-    const auto started = std::chrono::steady_clock::now();
-    auto looked = started;
+    using Clock = std::chrono::steady_clock;
+    const auto started = Clock::now();
+    const auto ends = started + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    auto now = started, looked = started;
     const Traffic before = session.traffic();
     const auto count = [&](const Traffic * from) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -34,13 +37,20 @@ std::optional<std::string> Generation::rounds(Session & session, Turns & turns, 
     };
     const std::unique_ptr<const Traffic, decltype(count)> counted(&before, count);
     std::optional<std::string> shown;
+    bool goes_on = true;
+    const std::function<void()> compute = [&] {
+        do {
+            const std::optional<std::string> more = round(session);
+            if (more) shown = shown.value_or("") + *more;
+            now = Clock::now();
+            goes_on = more.has_value() && now < ends;
+        } while (goes_on && now - looked < between_looks && !turns.is_over());
+    };
     while (true) {
         turns.take();
         std::unique_ptr<Turns, void (*)(Turns *)> pass(&turns, [](Turns * turn) { turn->pass(); });
-        const std::optional<std::string> more = round(session);
-        if (more) shown = shown.value_or("") + *more;
-        const auto now = std::chrono::steady_clock::now();
-        if (!more || std::chrono::duration<double>(now - started).count() >= seconds) {
+        turns.run(compute);
+        if (!goes_on) {
             pass.release();
             break;
         }

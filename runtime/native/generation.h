@@ -66,8 +66,8 @@ class Generation {
     // The text's first token; returns what of it can be shown. In the model's turn.
     std::string begin(Session & session, llama_token first);
 
-    // One round, or as many as begin within `seconds`, each in a turn of its own, the last of which the caller passes on; what can
-    // be shown of them, which may be nothing yet. No value when the text has ended or the next round needs something first. Some
+    // One round, or as many as begin within `seconds`, in as many turns as Turns wants, the last of which the caller passes on; what
+    // can be shown of them, which may be nothing yet. No value when the text has ended or the next round needs something first. Some
     // times a second `look` is called between two rounds, in the first one's turn, which it passes on. What it, the session, the
     // chooser or `pacing` throw leaves whole() as it then is, the turn having been passed.
     std::optional<std::string> rounds(Session & session, Turns & turns, double seconds, const std::function<void()> & look);

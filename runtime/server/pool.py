@@ -1,6 +1,6 @@
 """Slots: N sessions over one model's weights, each with a thread, and the queue before them.
 
-Slots do not share a decode: they take turns at compute a round at a time (the model's fair lock), so a round costs with four
+Slots do not share a decode: they take turns at compute, a round or a few short ones (the model's fair lock), so a round costs with four
 running what it costs with one, and pace's figures stay right. A slot keeps what it holds when a text has ended; a request gets the
 free slot that has most of its prompt, if that slot then loses less than it keeps. Knows no HTTP: a job tells its owner that there is news, from the slot's thread.
 """

@@ -1,18 +1,19 @@
 """How fast the server writes against the direct API, in turns within one run, and with 1, 2 and 4 clients at once.
 
-    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--clients 1 2 4] [-- OPTIONS OF serve]
+    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--clients 1 2 4] [--threads] [--spec] [-- OPTIONS OF serve]
 
-Both decode plainly (`--no-spec` and `spec_type="none"`), greedily and to the end, so that they do the same work; a stream is
-compared with iterating, an answer at once with `read()`. The server is a process of its own, and this one the client: seconds are
-those of the whole request, the prompt included, and the clients' own work counts as the server's.
+Both decode greedily and to the end, plainly or with `--spec`, so that they do the same work; a stream is compared with iterating, an
+answer at once with `read()`. The server is a process of its own, and this one the client: seconds are those of the whole request,
+the prompt included, and the clients' own work counts as the server's. With `--threads` also sessions that threads of this process
+iterate or read side by side.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from statistics import median
 from urllib.parse import urlsplit
 
 from llama_sidecar.runtime import Session, load
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from served import served
 
 PROMPT = "def main():\n    "
 N_SLOTS = 4
@@ -41,9 +45,9 @@ def ask(url: str, n: int, *, stream: bool) -> None:
     connection.close()
 
 
-def at_once(url: str, n: int, n_clients: int) -> None:
-    """So many streams at once."""
-    threads = [threading.Thread(target=ask, args=(url, n), kwargs={"stream": True}) for _ in range(n_clients)]
+def at_once(work: Callable[[int], None], n: int) -> None:
+    """So many at once, each with its number."""
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,43 +75,46 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=256, help="tokens of a text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--threads", action="store_true", help="sessions in threads of one program, too")
+    parser.add_argument("--spec", action="store_true", help="with the file's own drafter")
     options, more = parser.parse_known_args()
-    command = [sys.executable, "-m", "llama_sidecar.scripts", "serve", str(options.main), "--port", "0"]
-    command += ["--no-spec", "--slots", str(N_SLOTS), "--ctx", "1024", *[one for one in more if one != "--"]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("serving "):
-            return 1  # it has said why
-        url = line.split(" at ")[1].split()[0]
-        with load(options.main, spec_type="none", ctx=1024) as model, model.session() as session:
-            for stream in (True, False):  # warm-up
-                direct(session, 8, stream=stream)
-            at_once(url, 8, N_SLOTS)
-            for stream in (True, False):
-                pairs = [
-                    (
-                        seconds(lambda s=stream: direct(session, options.n, stream=s)),  # type: ignore[misc]
-                        seconds(lambda s=stream: ask(url, options.n, stream=s)),  # type: ignore[misc]
-                    )
-                    for _ in range(options.repeats)
-                ]
-                ours, server = (median(options.n / s for s in side) for side in zip(*pairs, strict=True))
-                ratios = " ".join(f"{a / b:.3f}" for a, b in pairs)
-                name = "stream" if stream else "at once"
-                print(
-                    f"{name}: direct {ours:.1f} tok/s, server {server:.1f} tok/s, ratios {ratios}", flush=True
+    spec = [] if options.spec else ["--no-spec"]
+    more = [*spec, "--slots", str(N_SLOTS), "--ctx", "1024", *[one for one in more if one != "--"]]
+    spec_type = "auto" if options.spec else "none"
+    with (
+        served(options.main, *more) as server,
+        load(options.main, spec_type=spec_type, ctx=1024) as model,
+        contextlib.ExitStack() as stack,
+    ):
+        sessions = [stack.enter_context(model.session()) for _ in range(N_SLOTS if options.threads else 1)]
+        for stream in (True, False):  # warm-up
+            direct(sessions[0], 8, stream=stream)
+        at_once(lambda _: ask(server.url, 8, stream=True), N_SLOTS)
+        for stream in (True, False):
+            pairs = [
+                (
+                    seconds(lambda s=stream: direct(sessions[0], options.n, stream=s)),  # type: ignore[misc]
+                    seconds(lambda s=stream: ask(server.url, options.n, stream=s)),  # type: ignore[misc]
                 )
-        for n_clients in options.clients:
-            speeds = [
-                n_clients * options.n / seconds(lambda c=n_clients: at_once(url, options.n, c))  # type: ignore[misc]
                 for _ in range(options.repeats)
             ]
-            print(f"{n_clients} clients: {median(speeds):.1f} tok/s together", flush=True)
-    finally:
-        process.terminate()
-        process.wait(60)
+            ours, theirs = (median(options.n / s for s in side) for side in zip(*pairs, strict=True))
+            ratios = " ".join(f"{a / b:.3f}" for a, b in pairs)
+            name = "stream" if stream else "at once"
+            print(f"{name}: direct {ours:.1f} tok/s, server {theirs:.1f} tok/s, ratios {ratios}", flush=True)
+        works: dict[str, Callable[[int], None]] = {
+            "clients": lambda _: ask(server.url, options.n, stream=True)
+        }
+        if options.threads:
+            works["threads that iterate"] = lambda i: direct(sessions[i], options.n, stream=True)
+            works["threads that read"] = lambda i: direct(sessions[i], options.n, stream=False)
+        for name, work in works.items():
+            for n in options.clients:
+                speeds = [
+                    n * options.n / seconds(lambda n=n, work=work: at_once(work, n))  # type: ignore[misc]
+                    for _ in range(options.repeats)
+                ]
+                print(f"{n} {name}: {median(speeds):.1f} tok/s together", flush=True)
     return 0
 
 

@@ -14,7 +14,6 @@ import http.client
 import json
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from served import Served, served
 
 GROWTH = 1.05  # of memory that counts as flat: allocators keep some
 SETTLE_S = 20.0
@@ -112,13 +114,9 @@ def ask(url: str, pick: random.Random, leaves: bool) -> str:
         connection.close()
 
 
-def soak(url: str, pid: int, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
-    """Asks so many requests from so many threads, and waits for the slots.
-
-    Args:
-        url: of a running server.
-        pid: its process, whose memory is looked at.
-    """
+def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
+    """Asks a running server so many requests from so many threads, and waits for the slots."""
+    pid = server.process.pid
     report, lock, numbers = Report(), threading.Lock(), iter(range(n_requests))
     began = time.monotonic()
 
@@ -129,7 +127,7 @@ def soak(url: str, pid: int, *, n_requests: int, n_clients: int, seed: int = 0) 
                 if i is None:
                     return
                 report.memory_mib.append(memory_mib(pid))
-            end = ask(url, random.Random(seed * 1_000_003 + i), leaves=i % 3 == 2)
+            end = ask(server.url, random.Random(seed * 1_000_003 + i), leaves=i % 3 == 2)
             with lock:
                 report.ends[end] += 1
 
@@ -140,21 +138,15 @@ def soak(url: str, pid: int, *, n_requests: int, n_clients: int, seed: int = 0) 
         thread.join()
     report.seconds = time.monotonic() - began
     deadline = time.monotonic() + SETTLE_S
-    while (n_stuck := _n_taken(url)) and time.monotonic() < deadline:
+    while (n_stuck := _n_taken(server)) and time.monotonic() < deadline:
         time.sleep(0.05)
     report.n_stuck = n_stuck
     report.memory_mib.append(memory_mib(pid))
     return report
 
 
-def _n_taken(url: str) -> int:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=TIMEOUT_S)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
-    names = ("llama_sidecar_slots_busy ", "llama_sidecar_waiting ")
-    return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+def _n_taken(server: Served) -> int:
+    return int(server.gauge("slots_busy") + server.gauge("waiting"))
 
 
 def main() -> int:
@@ -164,20 +156,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--slots", type=int, default=4)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "llama_sidecar.scripts", "serve", str(options.main), "--port", "0"]
-    command += ["--slots", str(options.slots), "--queue", "8", "--ctx", "1024"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is not left behind
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("serving "):
-            return 1  # it has said why
-        url = line.split(" at ")[1].split()[0]
-        report = soak(url, process.pid, n_requests=options.requests, n_clients=options.clients)
-    finally:
-        process.terminate()
-        code = process.wait(60)
+    with served(options.main, "--slots", str(options.slots), "--queue", "8", "--ctx", "1024") as server:
+        report = soak(server, n_requests=options.requests, n_clients=options.clients)
+    code = server.process.returncode
     first, early, last = (report.memory_mib[i] for i in (0, len(report.memory_mib) // 5, -1))
     print(f"{options.requests} requests in {report.seconds:.0f} s: {dict(report.ends)}")
     print(
