@@ -2,7 +2,7 @@
 
 Thin Python over runtime/native/smallbatch. Knows types and reasons; knows nothing of models or sessions. The device is
 registered at the first wish for it, never at import, and stays for the life of the process; it computes nothing but
-products with weights that were placed with it.
+products with weights that were placed with it, and what follows on those (smallbatch/device.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 // The small-batch kernels as a ggml device of type ACCEL, which llama.cpp's scheduler uses by itself.
 //
-// The device computes products of 1 to 8 rows with weights that lie in a buffer type of its own: ordinary host memory,
-// mapped files included. Everything else, longer prompts too, stays with the CPU backend, which reads the same memory.
+// The device computes products of 1 to 8 rows with weights that lie in a buffer type of its own (ordinary host memory, mapped files
+// included), attention's products with the rows that come of them, and the operations on rows that stand between two of them.
+// Everything else, longer prompts too, stays with the CPU backend, which reads the same memory.
 // Weights come to lie there only when a model is loaded on a thread that is *placing*; for any other load the device
 // shows the CPU's buffer type, so that nothing is placed and nothing is computed here.
 //

@@ -1,5 +1,5 @@
-// Matrix products of 1 to 8 rows: out(r, o) = sum over i of weights(o, i) * x(r, i). Pure C++, knows nothing of ggml but
-// its block layouts.
+// Matrix products of 1 to 8 rows, out(r, o) = sum over i of weights(o, i) * x(r, i), and what often stands between two of them.
+// Pure C++, knows nothing of ggml but its block layouts.
 //
 // A row of x is prepared once (quantised, or rounded to BF16) and then serves every product with weights of the same
 // kernel set and format. The weights are read and unpacked once for all rows.

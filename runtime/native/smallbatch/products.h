@@ -439,6 +439,43 @@ SMALLBATCH_INLINE void in_streams(const Product & p, F compute) {
     }
 }
 
+// Goes through the weights of N outputs side by side, a unit of blocks of each at a time: add(u, x, j, w) adds unit u of output j,
+// whose weights w[0] points at, and of as many outputs after it as are taken `together`, at w[1] and so on; x is where the first
+// prepared row has its x_bytes for that unit. Zeros stand for the blocks missing of the last unit: the rows have zeros there, too.
+template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, int N, class F>
+SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add) {
+    constexpr Block block = block_of(type);
+    constexpr size_t unit_bytes = unit_blocks * block.n_bytes;
+    const size_t n_blocks = p.n_in / block.n_values, n_units = n_blocks / unit_blocks, n_rest = n_blocks % unit_blocks;
+    const uint8_t * w[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
+    const uint8_t * x = p.x;
+    for (size_t u = 0; u < n_units; ++u) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j += together) {
+#pragma GCC unroll 2
+            for (int k = j; k < j + together; ++k) I::template prefetch<unit_bytes>(w[k]);
+            add(u, x, j, w + j);
+#pragma GCC unroll 2
+            for (int k = j; k < j + together; ++k) w[k] += unit_bytes;
+        }
+        x += x_bytes;
+    }
+    if (n_rest == 0) return;
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j += together) {
+        uint8_t rest[together][unit_bytes] = {};
+        const uint8_t * padded[together];
+#pragma GCC unroll 2
+        for (int k = 0; k < together; ++k) {
+            memcpy(rest[k], w[j + k], n_rest * block.n_bytes);
+            padded[k] = rest[k];
+        }
+        add(n_units, x, j, padded);
+    }
+}
+
 // Stores the sums of N streams of R rows, [j * R + r] of output j in row r: `one(i)` and `four(i, i1, i2, i3)` add up sums i over
 // their lanes. Taken alone or four at a time, each is the same tree of additions.
 template <class I, int R, int N, class One, class Four>
@@ -484,8 +521,7 @@ template <class I, class W, int R>
 struct QuantisedProduct {
     using Unit = typename W::template Unit<I>;
     using Rows = RowsFor<I, W>;
-    static constexpr size_t block_bytes = block_of(W::type).n_bytes, block_values = block_of(W::type).n_values;
-    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Rows::vector_bytes;
+    static constexpr size_t vector_bytes = Rows::vector_bytes, unit_bytes = Rows::pack_bytes * Unit::n_packs;  // of a row of x
     static constexpr int N = n_streams<I, W::has_minima ? 2 * R : R>();
 
     // Adds one unit of weights to the sums of R rows; `x` and `x_sums` are where the first row's values for it begin.
@@ -544,35 +580,14 @@ struct QuantisedProduct {
     }
 
     static void multiply(const Product & p) {
-        const size_t n_blocks = p.n_in / block_values;
-        const size_t n_units = n_blocks / Unit::n_blocks, n_rest = n_blocks % Unit::n_blocks;
-        const size_t sums_offset = Rows::sums_offset(p.n_in);
+        const float * x_sums = reinterpret_cast<const float *>(p.x + Rows::sums_offset(p.n_in));
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
-            const uint8_t * w[N];
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
-            const uint8_t * x = p.x;
-            const float * x_sums = reinterpret_cast<const float *>(p.x + sums_offset);
             typename I::floats products[N * R] = {};
             typename I::floats8 minima[W::has_minima ? N * R : 1] = {};
-            for (size_t u = 0; u < n_units; ++u) {
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    I::template prefetch<unit_bytes>(w[j]);
-                    add(w[j], x, x_sums, p.x_bytes, products + j * R, minima + j * R);
-                    w[j] += unit_bytes;
-                }
-                x += Unit::n_packs * Rows::pack_bytes;
-                x_sums += 8;  // only read for types whose unit is a super-block
-            }
-            if (n_rest != 0) {  // zeros stand for the blocks that are not there: the row's scales are 0 there
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    uint8_t rest[unit_bytes] = {};
-                    memcpy(rest, w[j], n_rest * block_bytes);
-                    add(rest, x, x_sums, p.x_bytes, products + j * R, minima + j * R);
-                }
-            }
+            each_unit<I, W::type, Unit::n_blocks, unit_bytes>(
+                p, outputs, [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
+                    add(w[0], x, x_sums + 8 * u, p.x_bytes, products + j * R, minima + j * R);
+                });
             if constexpr (W::has_minima) {
                 store_differences<I, R>(p, outputs, products, minima);
             } else {
@@ -614,42 +629,24 @@ struct DenseProduct {
     static constexpr size_t step = Floats<I>::step;
     static constexpr int N = n_streams<I, 2 * R>();
 
-    static SMALLBATCH_INLINE void add(const uint8_t * w, const float * x, size_t x_bytes, typename I::floats * evens,
+    static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, size_t x_bytes, typename I::floats * evens,
                                       typename I::floats * odds) {
         const auto even = W::template load<I>(w), odd = W::template load<I>(w + I::lanes * value_bytes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const auto row = reinterpret_cast<const float *>(reinterpret_cast<const uint8_t *>(x) + r * x_bytes);
+            const auto row = reinterpret_cast<const float *>(x + r * x_bytes);
             evens[r] = I::multiply_add(even, I::load(row), evens[r]);
             odds[r] = I::multiply_add(odd, I::load(row + I::lanes), odds[r]);
         }
     }
 
     static void multiply(const Product & p) {
-        const size_t n_steps = p.n_in / step, n_rest = p.n_in % step;
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
-            const uint8_t * w[N];
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
-            const float * x = reinterpret_cast<const float *>(p.x);
             typename I::floats evens[N * R] = {}, odds[N * R] = {};
-            for (size_t i = 0; i < n_steps; ++i) {
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    I::template prefetch<step * value_bytes>(w[j]);
-                    add(w[j], x, p.x_bytes, evens + j * R, odds + j * R);
-                    w[j] += step * value_bytes;
-                }
-                x += step;
-            }
-            if (n_rest != 0) {
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    uint8_t rest[step * value_bytes] = {};
-                    memcpy(rest, w[j], n_rest * value_bytes);
-                    add(rest, x, p.x_bytes, evens + j * R, odds + j * R);
-                }
-            }
+            each_unit<I, W::type, step, 4 * step>(
+                p, outputs, [&](size_t, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
+                    add(w[0], x, p.x_bytes, evens + j * R, odds + j * R);
+                });
 #pragma GCC unroll 16
             for (int i = 0; i < N * R; ++i) evens[i] = I::add(evens[i], odds[i]);
             store_sums<I, R>(p, outputs, evens);

@@ -1,4 +1,5 @@
-// AVX512-BF16: BF16 weights times rows rounded to BF16, two products a lane and instruction. Nothing but BF16 weights.
+// AVX512-BF16: BF16 weights times rows rounded to BF16, two products a lane and instruction, which count subnormal numbers as 0.
+// Nothing but BF16 weights.
 #include "vectors_512.h"
 
 namespace sidecar::smallbatch {
@@ -36,30 +37,12 @@ struct Bf16Product {
     }
 
     static void multiply(const Product & p) {
-        const size_t n_steps = p.n_in / step, n_rest = p.n_in % step;
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
-            const uint8_t * w[N];
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
-            const uint8_t * x = p.x;
             __m512 evens[N * R] = {}, odds[N * R] = {};
-            for (size_t i = 0; i < n_steps; ++i) {
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    Vectors512::prefetch<2 * step>(w[j]);
-                    add(w[j], x, p.x_bytes, evens + j * R, odds + j * R);
-                    w[j] += 2 * step;
-                }
-                x += 2 * step;
-            }
-            if (n_rest != 0) {
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) {
-                    uint8_t rest[2 * step] = {};
-                    memcpy(rest, w[j], 2 * n_rest);
-                    add(rest, x, p.x_bytes, evens + j * R, odds + j * R);
-                }
-            }
+            each_unit<Vectors512, Type::bf16, step, 2 * step>(
+                p, outputs, [&](size_t, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
+                    add(w[0], x, p.x_bytes, evens + j * R, odds + j * R);
+                });
 #pragma GCC unroll 16
             for (int i = 0; i < N * R; ++i) evens[i] = _mm512_add_ps(evens[i], odds[i]);
             store_sums<Vectors512, R>(p, outputs, evens);

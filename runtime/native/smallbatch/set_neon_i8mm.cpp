@@ -11,8 +11,7 @@ template <class I, class W, int R>
 struct PairedProduct {
     using Unit = typename W::template Unit<I>;
     using Rows = RowsFor<I, W>;
-    static constexpr size_t block_bytes = block_of(W::type).n_bytes, block_values = block_of(W::type).n_values;
-    static constexpr size_t unit_bytes = block_bytes * Unit::n_blocks, vector_bytes = Rows::vector_bytes;
+    static constexpr size_t vector_bytes = Rows::vector_bytes, unit_bytes = Rows::pack_bytes * Unit::n_packs;  // of a row of x
     static constexpr int N = W::has_minima ? 2 : 4, n_pairs = (R + 1) / 2;
 
     // The first or the second block of both outputs, as signed bytes, and its scales.
@@ -106,38 +105,14 @@ struct PairedProduct {
     }
 
     static void multiply(const Product & p) {
-        const size_t n_blocks = p.n_in / block_values;
-        const size_t n_units = n_blocks / Unit::n_blocks, n_rest = n_blocks % Unit::n_blocks;
-        const size_t sums_offset = Rows::sums_offset(p.n_in);
+        const float * x_sums = reinterpret_cast<const float *>(p.x + Rows::sums_offset(p.n_in));
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
-            const uint8_t * w[N];
-#pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) w[j] = p.weights + outputs[j] * p.row_bytes;
-            const uint8_t * x = p.x;
-            const float * x_sums = reinterpret_cast<const float *>(p.x + sums_offset);
             typename I::floats products[N / 2 * n_pairs] = {};
             typename I::floats8 minima[W::has_minima ? N * R : 1] = {};
-            for (size_t u = 0; u < n_units; ++u) {
-#pragma GCC unroll 2
-                for (int j = 0; j < N; j += 2) {
-                    I::template prefetch<unit_bytes>(w[j]);
-                    I::template prefetch<unit_bytes>(w[j + 1]);
-                    add(w[j], w[j + 1], x, x_sums, p.x_bytes, products + j / 2 * n_pairs, minima);
-                    w[j] += unit_bytes;
-                    w[j + 1] += unit_bytes;
-                }
-                x += Unit::n_packs * Rows::pack_bytes;
-                x_sums += 8;  // only read for types whose unit is a super-block
-            }
-            if (n_rest != 0) {  // zeros stand for the blocks that are not there: the row's scales are 0 there
-#pragma GCC unroll 2
-                for (int j = 0; j < N; j += 2) {
-                    uint8_t rest[2][unit_bytes] = {};
-                    memcpy(rest[0], w[j], n_rest * block_bytes);
-                    memcpy(rest[1], w[j + 1], n_rest * block_bytes);
-                    add(rest[0], rest[1], x, x_sums, p.x_bytes, products + j / 2 * n_pairs, minima);
-                }
-            }
+            each_unit<I, W::type, Unit::n_blocks, unit_bytes, 2>(
+                p, outputs, [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
+                    add(w[0], w[1], x, x_sums + 8 * u, p.x_bytes, products + j / 2 * n_pairs, minima);
+                });
 #pragma GCC unroll 4
             for (int j = 0; j < N; ++j) {
 #pragma GCC unroll 8
