@@ -7,24 +7,13 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
+from blocks import TYPES, exact, exact_row_ops, extreme_rows, extreme_weights, n_values, random_weights
 from gguf import GGMLQuantizationType as T
 
 from llama_sidecar.runtime import _native
 
-TYPES = (T.Q8_0, T.Q4_0, T.Q5_0, T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_NL, T.IQ4_XS, T.BF16, T.F16, T.F32)
-HALVES = {
-    T.Q8_0: (0,),
-    T.Q4_0: (0,),
-    T.Q5_0: (0,),
-    T.IQ4_NL: (0,),
-    T.IQ4_XS: (0,),
-    T.Q4_K: (0, 2),
-    T.Q5_K: (0, 2),
-    T.Q6_K: (208,),
-}
 PAIRS = [
     (kernels, type)
     for kernels in _native.smallbatch_sets()
@@ -43,42 +32,10 @@ def team() -> None:
         return
 
 
-def n_values(type: T, n_blocks: int) -> int:
-    """A row length: that many blocks, or an odd number for types whose block is one value."""
-    block = gguf.GGML_QUANT_SIZES[type][0]
-    return block * n_blocks if block > 1 else 29 * n_blocks
-
-
-def random_weights(rng: np.random.Generator, type: T, n_out: int, n_in: int) -> np.ndarray:
-    """Blocks of random bits, whose scales are ordinary numbers of either sign."""
-    if type not in HALVES:
-        values = rng.standard_normal((n_out, n_in)).astype(np.float32)
-        return gguf.quants.quantize(values, type).view(np.uint8).reshape(n_out, -1)
-    block, size = gguf.GGML_QUANT_SIZES[type]
-    blocks = rng.integers(0, 256, (n_out, n_in // block, size), dtype=np.uint8)
-    for offset in HALVES[type]:
-        scales = rng.uniform(0.001, 0.01, blocks.shape[:2]) * rng.choice([-1, 1], blocks.shape[:2])
-        blocks[:, :, offset : offset + 2] = scales.astype(np.float16)[:, :, None].view(np.uint8)
-    return blocks.reshape(n_out, -1)
-
-
 def multiply(kernels: str, type: T, weights: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
     out = np.full((len(x), len(weights)), np.nan, np.float32)
     _native.smallbatch_multiply(int(type), weights, x, out, kernels, threads)
     return out
-
-
-def exact(type: T, weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The product in float64, and the error that rows of 8 bits (BF16 for BF16) may make at most."""
-    values = gguf.quants.dequantize(weights.view(np.float32 if type == T.F32 else np.uint8), type)
-    w, x64 = values.astype(np.float64), x.astype(np.float64)
-    if type in HALVES:
-        step = np.abs(x64).reshape(len(x), -1, 32).max(axis=2).repeat(32, axis=1) / 127 / 2
-        step = np.where(step < 1e-38, np.abs(x64), step)  # blocks below 1e-36 count as 0
-    else:
-        step = np.abs(x64) * (2.0**-8 if type == T.BF16 else 0)
-    rounding = np.abs(x64) @ np.abs(w).T * 2.0**-20
-    return x64 @ w.T, step @ np.abs(w).T + rounding + 1e-37
 
 
 @each_kernel
@@ -97,42 +54,31 @@ def test_every_width_gives_the_bits_of_one_row_and_the_right_values(
 
 
 @each_kernel
-def test_threads_and_chunks_change_no_bit(kernels: str, type: T) -> None:
+def test_threads_and_numbers_of_outputs_change_no_bit(kernels: str, type: T) -> None:
+    """At every width: outputs are computed several at a time, and dealt to threads in parts."""
     rng = np.random.default_rng(1)
-    weights = random_weights(rng, type, 4097, n_values(type, 2))
-    x = rng.standard_normal((3, n_values(type, 2))).astype(np.float32)
-    whole = multiply(kernels, type, weights, x)
-    assert (multiply(kernels, type, weights, x, threads=3) == whole).all()
-    for n_out in (1, 2, 15, 16, 17, 31, 1000):
-        assert (multiply(kernels, type, weights[:n_out], x) == whole[:, :n_out]).all()
+    n_in = n_values(type, 2 if type in (T.Q4_K, T.Q5_K, T.Q6_K, T.IQ4_XS) else 9)
+    weights = random_weights(rng, type, 4097, n_in)
+    x = rng.standard_normal((8, n_in)).astype(np.float32)
+    alone = np.concatenate([multiply(kernels, type, weights, x[r : r + 1]) for r in range(8)])
+    for n in range(1, 9):
+        assert (multiply(kernels, type, weights, x[:n], threads=3) == alone[:n]).all()
+        for n_out in (1, 2, 3, 5, 15, 16, 17, 31, 1000):
+            assert (multiply(kernels, type, weights[:n_out], x[:n]) == alone[:n, :n_out]).all()
 
 
 @each_kernel
-def test_extreme_blocks_and_rows(kernels: str, type: T) -> None:
+@pytest.mark.parametrize("n_blocks", [1, 4])
+def test_extreme_blocks_and_rows(kernels: str, type: T, n_blocks: int) -> None:
     rng = np.random.default_rng(2)
-    n_in = n_values(type, 4)
-    weights = random_weights(rng, type, 40, n_in)
-    x = rng.standard_normal((8, n_in)).astype(np.float32)
-    x[0] = 0
-    x[1] = 1e-40  # subnormal
-    x[2] *= 1e25
-    x[3, ::3] = 0
-    x[4] = np.where(np.arange(n_in) % 32 == 0, 1000, 1e-3)
-    x[5] *= 1e-25
-    if type in HALVES:
-        block, size = gguf.GGML_QUANT_SIZES[type]
-        blocks = weights.reshape(40, n_in // block, size)
-        for offset in HALVES[type]:
-            for row, scale in enumerate((0.0, -0.0, 65504.0, -65504.0, 6e-8, 6e-5)):
-                blocks[row, :, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
-        blocks[6, :, 4:16] = 255
-        blocks[7, :, 4:16] = 128
-    out = multiply(kernels, type, weights, x)
+    weights = extreme_weights(rng, type, n_values(type, n_blocks))
+    x = extreme_rows(rng, n_values(type, n_blocks))
+    alone = np.concatenate([multiply(kernels, type, weights, x[r : r + 1]) for r in range(8)])
     expected, bound = exact(type, weights, x)
-    assert (np.abs(out - expected) <= bound).all()
-    assert (out[0] == 0).all()
-    for r in range(8):
-        assert (multiply(kernels, type, weights, x[r : r + 1]) == out[r : r + 1]).all()
+    assert (np.abs(alone - expected) <= bound).all()
+    assert (alone[0] == 0).all()
+    for n in range(2, 9):
+        assert (multiply(kernels, type, weights, x[:n]) == alone[:n]).all()
 
 
 @each_kernel
@@ -185,14 +131,7 @@ def test_operations_on_rows(set: str, n: int, shared: bool) -> None:
     rng = np.random.default_rng(n)
     x = (rng.standard_normal((8, n)) * rng.choice([0.01, 1, 30], (8, 1))).astype(np.float32)
     y = rng.standard_normal((1 if shared else 8, n)).astype(np.float32)
-    x64, y64 = x.astype(np.float64), y.astype(np.float64)
-    wanted = [
-        x64 + y64,
-        x64 * y64,
-        x64 / np.sqrt((x64**2).mean(axis=1, keepdims=True) + 1e-6),
-        x64 / (1 + np.exp(-x64)) * y64,
-    ]
-    for name, right in enumerate(wanted):
+    for name, right in enumerate(exact_row_ops(x, y)):
         found = row_op(name, x, y, set=set)
         np.testing.assert_allclose(found, right, rtol=5e-7, atol=1e-30)
         assert np.array_equal(found, row_op(name, x, y, set=set, threads=2))

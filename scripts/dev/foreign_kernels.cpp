@@ -1,6 +1,7 @@
-// Multiplies by one kernel set, or says which sets there are and of which types: built for another processor and run under an emulator by
-// foreign_kernels.py. Arguments: set, type, outputs, bytes of a row of weights, values in, rows; weights and rows of F32 on
-// standard input, (rows, outputs) of F32 on standard output, once for each number of rows from 1 up.
+// Runs one kernel set: built for another processor and run in an emulator by foreign_kernels.py. F32 on standard input and output.
+//     sets                                                     each set, whether it has operations on rows, its types
+//     multiply SET TYPE N_OUT ROW_BYTES N_IN N_ROWS            weights and rows in; (rows, N_OUT) out for 1 .. N_ROWS rows
+//     row_op SET OP N N_ROWS                                   x and y in; op(x, y) out
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,36 +11,63 @@
 
 using namespace sidecar::smallbatch;
 
-int main(int argc, char ** argv) {
-    if (argc == 1) {
-        size_t n_sets;
-        const KernelSet * sets = kernel_sets(n_sets);
-        for (size_t i = 0; i < n_sets; ++i) {
-            if (!sets[i].runs_here()) continue;
-            std::printf("%s", sets[i].name);
-            for (size_t k = 0; k < sets[i].n_kernels; ++k) std::printf(" %d", int(sets[i].kernels[k].type));
-            std::printf("\n");
-        }
-        return 0;
+static void list_sets() {
+    size_t n_sets;
+    const KernelSet * sets = kernel_sets(n_sets);
+    for (size_t i = 0; i < n_sets; ++i) {
+        if (!sets[i].runs_here()) continue;
+        std::printf("%s %s", sets[i].name, sets[i].row_ops != nullptr ? "yes" : "no");
+        for (size_t k = 0; k < sets[i].n_kernels; ++k) std::printf(" %d", int(sets[i].kernels[k].type));
+        std::printf("\n");
     }
-    const auto number = [argv](int i) { return size_t(std::strtoull(argv[i], nullptr, 10)); };
-    const Kernel * kernel = argc == 7 ? find_kernel(Type(number(2)), argv[1]) : nullptr;
-    if (kernel == nullptr) return 1;
-    const size_t n_out = number(3), row_bytes = number(4), n_in = number(5), n_rows = number(6);
-    std::vector<uint8_t> weights(n_out * row_bytes);
-    std::vector<float> x(n_rows * n_in), out(n_rows * n_out);
-    if (std::fread(weights.data(), 1, weights.size(), stdin) != weights.size() ||
-        std::fread(x.data(), 4, x.size(), stdin) != x.size()) {
-        return 1;
-    }
-    const size_t x_bytes = kernel->format.n_bytes(n_in);
+}
+
+template <typename T>
+static std::vector<T> read(size_t n) {
+    std::vector<T> values(n);
+    if (std::fread(values.data(), sizeof(T), n, stdin) != n) std::exit(1);
+    return values;
+}
+
+static void multiply(const Kernel & kernel, size_t n_out, size_t row_bytes, size_t n_in, size_t n_rows) {
+    const auto weights = read<uint8_t>(n_out * row_bytes);
+    const auto x = read<float>(n_rows * n_in);
+    std::vector<float> out(n_rows * n_out);
+    const size_t x_bytes = kernel.format.n_bytes(n_in);
     uint8_t * rows = static_cast<uint8_t *>(std::aligned_alloc(64, n_rows * x_bytes));
-    for (size_t r = 0; r < n_rows; ++r) kernel->format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
+    for (size_t r = 0; r < n_rows; ++r) kernel.format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
     for (size_t n = 1; n <= n_rows; ++n) {
-        kernel->multiply[n - 1](
-            {weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n), 0, n_out});
-        std::fwrite(out.data(), 4, n * n_out, stdout);
+        kernel.multiply[n - 1]({weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n), 0, n_out});
+        std::fwrite(out.data(), sizeof(float), n * n_out, stdout);
     }
     std::free(rows);
-    return 0;
+}
+
+static void apply(RowOp op, size_t n, size_t n_rows) {
+    const auto x = read<float>(n_rows * n), y = read<float>(n_rows * n);
+    std::vector<float> out(n_rows * n);
+    for (size_t i = 0; i < out.size(); i += n) op(x.data() + i, y.data() + i, out.data() + i, n, 1e-6f);
+    std::fwrite(out.data(), sizeof(float), out.size(), stdout);
+}
+
+int main(int argc, char ** argv) {
+    const auto number = [argv](int i) { return size_t(std::strtoull(argv[i], nullptr, 10)); };
+    const auto is = [argc, argv](const char * name, int n) { return argc == n && std::strcmp(argv[1], name) == 0; };
+    if (is("sets", 2)) {
+        list_sets();
+        return 0;
+    }
+    if (is("multiply", 8)) {
+        const Kernel * kernel = find_kernel(Type(number(3)), argv[2]);
+        if (kernel == nullptr) return 1;
+        multiply(*kernel, number(4), number(5), number(6), number(7));
+        return 0;
+    }
+    if (is("row_op", 6)) {
+        const RowOp * ops = find_row_ops(argv[2]);
+        if (ops == nullptr || number(3) >= n_row_ops) return 1;
+        apply(ops[number(3)], number(4), number(5));
+        return 0;
+    }
+    return 1;
 }

@@ -1,4 +1,5 @@
-"""Checks the kernel sets of another processor in an emulator: right against float64 and equal to the bit at every width.
+"""Checks the kernel sets of another processor in an emulator: right against float64 and equal to the bit at every width, on
+random and on extreme blocks.
 
 Needs a cross compiler and a user-mode emulator (Debian: g++-aarch64-linux-gnu, qemu-user). Says nothing of speed.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,8 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "runtime" / "native" / "smallbatch"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra")
 SETS = {"neon_dotprod": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm"}
-MAX_ROWS, N_OUT = 8, 37
+MAX_ROWS = 8
 sys.path.insert(0, str(ROOT / "tests"))
+from blocks import (  # noqa: E402
+    TYPES,
+    T,
+    exact,
+    exact_row_ops,
+    extreme_rows,
+    extreme_weights,
+    n_values,
+    random_weights,
+)
 
 
 @click.command()
@@ -26,38 +38,77 @@ sys.path.insert(0, str(ROOT / "tests"))
 @click.option("--emulator", default="qemu-aarch64", show_default=True)
 def command(compiler: str, emulator: str) -> None:
     """Build the kernels with COMPILER and run every set and type in EMULATOR."""
-    from test_smallbatch import TYPES, exact, n_values, random_weights
-
     with tempfile.TemporaryDirectory() as folder:
-        program = build(compiler, Path(folder))
-        listed = subprocess.run([emulator, program], check=True, capture_output=True, text=True).stdout
-        sets = {name: types for name, *types in map(str.split, listed.splitlines())}
+        driver = Driver(emulator, build(compiler, Path(folder)))
+        sets = {name: rest for name, *rest in map(str.split, driver.run("sets").decode().splitlines())}
         print("sets:", ", ".join(sets))
-        for name, numbers in sets.items():
+        for name, (has_row_ops, *numbers) in sets.items():
             for type in (type for type in TYPES if str(type.value) in numbers):
-                worst = 0.0
-                for n_blocks in (1, 2, 3, 5, 7, 12):
-                    rng = np.random.default_rng(n_blocks)
-                    n_in = n_values(type, n_blocks)
-                    weights = random_weights(rng, type, N_OUT, n_in)
-                    x = rng.standard_normal((MAX_ROWS, n_in)).astype(np.float32)
-                    shape = [type.value, N_OUT, weights.nbytes // N_OUT, n_in, MAX_ROWS]
-                    data = weights.tobytes() + x.tobytes()
-                    answer: list[str | Path] = [emulator, program, name, *map(str, shape)]
-                    out = np.frombuffer(
-                        subprocess.run(answer, input=data, check=True, capture_output=True).stdout, np.float32
-                    )
-                    whole = out[-MAX_ROWS * N_OUT :].reshape(MAX_ROWS, N_OUT)
-                    first = 0
-                    for n in range(1, MAX_ROWS + 1):
-                        rows = out[first : first + n * N_OUT].reshape(n, N_OUT)
-                        assert (rows == whole[:n]).all(), (name, type.name, n_blocks, n)
-                        first += n * N_OUT
-                    expected, bound = exact(type, weights, x)
-                    error = np.abs(whole - expected)
-                    assert (error <= bound).all(), (name, type.name, n_blocks)
-                    worst = max(worst, float((error / bound).max()))
-                print(f"{name} {type.name}: widths equal, error at most {worst:.2f} of what may be")
+                worst = max(check_products(driver, name, type))
+                print(
+                    f"{name} {type.name}: widths equal, error at most {worst:.2f} of what may be", flush=True
+                )
+            if has_row_ops == "yes":
+                check_row_ops(driver, name)
+                print(f"{name}: operations on rows right, alone and among others", flush=True)
+
+
+class Driver:
+    """The program of foreign_kernels.cpp in the emulator."""
+
+    def __init__(self, emulator: str, program: Path) -> None:
+        self.command = [emulator, str(program)]
+
+    def run(self, *arguments: object, data: bytes = b"") -> bytes:
+        command = [*self.command, *map(str, arguments)]
+        return subprocess.run(command, input=data, check=True, capture_output=True).stdout
+
+    def multiply(self, name: str, type: T, weights: np.ndarray, x: np.ndarray) -> list[np.ndarray]:
+        """The products of the first 1, 2 .. len(x) rows."""
+        (n_out, n_bytes), (n_rows, n_in) = weights.shape, x.shape
+        shape = (type.value, n_out, n_bytes, n_in, n_rows)
+        out = np.frombuffer(
+            self.run("multiply", name, *shape, data=weights.tobytes() + x.tobytes()), np.float32
+        )
+        ends = np.cumsum(np.arange(1, n_rows + 1)) * n_out
+        return [part.reshape(-1, n_out) for part in np.split(out, ends[:-1])]
+
+    def row_op(self, name: str, op: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        data = self.run("row_op", name, op, x.shape[1], len(x), data=x.tobytes() + y.tobytes())
+        return np.frombuffer(data, np.float32).reshape(x.shape)
+
+
+def check_products(driver: Driver, name: str, type: T) -> Iterator[float]:
+    """Yields how large the largest error is, as a part of the largest that may be."""
+    rng = np.random.default_rng(0)
+    cases = []
+    for n_blocks in (1, 2, 3, 5, 7, 12):
+        n_in = n_values(type, n_blocks)
+        cases.append((random_weights(rng, type, 37, n_in), np.float32(rng.standard_normal((MAX_ROWS, n_in)))))
+    for n_blocks in (1, 4):
+        n_in = n_values(type, n_blocks)
+        cases.append((extreme_weights(rng, type, n_in), extreme_rows(rng, n_in)))
+    for weights, x in cases:
+        *fewer, whole = driver.multiply(name, type, weights, x)
+        for rows in fewer:
+            assert (rows == whole[: len(rows)]).all(), (name, type.name, x.shape, len(rows))
+        expected, bound = exact(type, weights, x)
+        error = np.abs(whole - expected)
+        assert (error <= bound).all(), (name, type.name, x.shape)
+        yield float((error / bound).max())
+    for n_out in (1, 2, 3, 6):
+        for rows in driver.multiply(name, type, weights[:n_out], x):
+            assert (rows == whole[: len(rows), :n_out]).all(), (name, type.name, n_out, len(rows))
+
+
+def check_row_ops(driver: Driver, name: str) -> None:
+    for n in (1, 15, 16, 17, 1152):
+        rng = np.random.default_rng(n)
+        x, y = np.float32(rng.standard_normal((2, MAX_ROWS, n)))
+        for op, right in enumerate(exact_row_ops(x, y)):
+            found = driver.row_op(name, op, x, y)
+            np.testing.assert_allclose(found, right, rtol=5e-7, atol=1e-30)
+            assert (driver.row_op(name, op, x[3:4], y[3:4]) == found[3]).all(), (name, op, n)
 
 
 def build(compiler: str, folder: Path) -> Path:
