@@ -2,7 +2,8 @@
 # others (never -march=native, and never AMX: GCC 12 breaks its set-up); everything else stays with the baseline.
 include(CheckCXXSourceCompiles)
 
-set(smallbatch_flags -O2 -ffp-contract=off)  # no contraction: every width must compute alike
+set(SMALLBATCH_OPTIMIZATION -O2 CACHE STRING "How the kernels are optimised: -O1 where compiling soon matters more than speed")
+set(smallbatch_flags ${SMALLBATCH_OPTIMIZATION} -ffp-contract=off)  # no contraction: every width must compute alike
 
 # Adds a kernel set where the compiler knows its instructions.
 function(add_kernel_set name)
@@ -17,7 +18,7 @@ function(add_kernel_set name)
 endfunction()
 
 set(smallbatch_rest smallbatch/device.cpp smallbatch/ggml_abi.cpp smallbatch/kernels.cpp smallbatch/team.cpp smallbatch/trial.cpp)
-set_source_files_properties(${smallbatch_rest} PROPERTIES COMPILE_OPTIONS -O2)  # nanobind's own default is -Os
+set_source_files_properties(${smallbatch_rest} PROPERTIES COMPILE_OPTIONS ${SMALLBATCH_OPTIMIZATION})
 target_sources(_native PRIVATE ${smallbatch_rest} smallbatch/bindings.cpp)
 add_kernel_set(portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
