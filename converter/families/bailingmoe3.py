@@ -1,7 +1,7 @@
 """Bailing-MoE-V3 (Ling 3): gated-delta layers with latent attention every few, sigmoid-gated experts, and an MTP block.
 
-Facts: llama.cpp's converter for the published checkpoints' names and src/models/bailingmoe3.cpp for the file's; transformers
-has no code for it. The delta layers' gates come from one projection each; checkpoints with narrow ones are refused.
+Facts: llama.cpp's converter and transformers' conversion_mapping.py (bailing_hybrid) for the published checkpoints' names,
+src/models/bailingmoe3.cpp for the file's. The delta layers' gates come from one projection each; checkpoints with narrow ones are refused.
 """
 
 from __future__ import annotations

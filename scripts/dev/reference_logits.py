@@ -51,6 +51,7 @@ class Head:
 
 
 BLOCKS = {
+    "bailingmoe3": Head("final_layernorm"),
     "cohere2moe": Head(),  # llama.cpp rotates in the head's block, which in the trunk only layers with a window do
     "deepseek32": Head(),
     "glm4moelite": Head(),
@@ -99,14 +100,34 @@ def main(only: str | None, out: Path) -> None:
 
 
 def _load(checkpoint: Path) -> Any:
-    if json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"] == "step3p5":
+    kind = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if kind == "step3p5":
         return _StepText(checkpoint).eval()
+    if kind == "bailing_moe_v3":
+        _respell_ling(checkpoint / "config.json")
     model, found = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     if found["missing_keys"]:
         raise ValueError(f"no values for {', '.join(sorted(found['missing_keys']))}")
     return model.eval()
+
+
+def _respell_ling(file: Path) -> None:
+    """transformers' spelling of a Ling 3 configuration, with the kind of each layer as llama.cpp's graph has it."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    n_layers, group = config["num_hidden_layers"], config["layer_group_size"]
+    n_whole = (n_layers - config["num_nextn_predict_layers"] * ("longer" in file.parts)) // group * group
+    config["layer_types"] = [
+        "full_attention" if (i + 1) % group == 0 or i >= n_whole else "linear_attention"
+        for i in range(n_layers)
+    ]
+    # transformers has no size of their own for the shared experts
+    config["num_shared_experts"] = (
+        config["moe_shared_expert_intermediate_size"] // config["moe_intermediate_size"]
+    )
+    config |= {"model_type": "bailing_hybrid", "pad_token_id": None, "eos_token_id": None}
+    file.write_text(json.dumps(config), encoding="utf-8")
 
 
 def _head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -180,7 +201,7 @@ def _block_logits(model: Any, checkpoint: Path, kind: Head) -> torch.Tensor:
         normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         return normed * (weights[f"{head}{name}.weight"] + kind.shift)
 
-    embedded = weights.get(f"{head}embed_tokens.weight", weights["model.embed_tokens.weight"])
+    embedded = weights.get(f"{head}embed_tokens.weight", model.get_input_embeddings().weight)
     x = embedded[torch.tensor([[*LOGITS_PROMPT[1:], DRAFT_TOKEN]])]
     x = torch.cat([rms(x, "enorm"), rms(hidden, "hnorm")], -1) @ weights[f"{head}eh_proj.weight"].T
     positions = torch.arange(1, n + 1)[None]
