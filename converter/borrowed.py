@@ -65,7 +65,9 @@ def origin_keys(
 
     Raises HeadMismatch where the base has other tokens.
     """
-    tokens, ours = vocabulary_keys(base, family.VOCABULARY)[published.TOKENS], common[published.TOKENS]
+    split = common.get("tokenizer.ggml.pre")  # given for both, where it was
+    found_keys = vocabulary_keys(base, family.VOCABULARY, split if isinstance(split, str) else None)
+    tokens, ours = found_keys[published.TOKENS], common[published.TOKENS]
     assert isinstance(tokens, list) and isinstance(ours, list)
     pairs = enumerate(zip_longest(ours, tokens))
     differing = next(((i, mine, theirs) for i, (mine, theirs) in pairs if mine != theirs), None)

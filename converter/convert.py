@@ -46,7 +46,7 @@ from llama_sidecar.converter.recipe import (
     sidecar_recipe,
 )
 from llama_sidecar.converter.shards import Tensor
-from llama_sidecar.converter.tokenizer import vocabulary_keys
+from llama_sidecar.converter.tokenizer import check_pre_tokenizer, vocabulary_keys
 from llama_sidecar.converter.writer import (
     GGUFFile,
     Progress,
@@ -108,7 +108,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user asks for; the arguments of `convert`, checked. Raises UnknownType, BadImatrix and OutputFailed."""
+    """What a user asks for; the arguments of `convert`, checked. Raises UnknownType, BadImatrix, BadTokenizer and OutputFailed."""
 
     out: Path
     main: Recipe | None
@@ -116,6 +116,7 @@ class Wanted:
     importance: Imatrix | None
     needs_head: bool
     draft_vocab: int | None
+    pre_tokenizer: str | None
 
     @classmethod
     def checked(
@@ -125,14 +126,22 @@ class Wanted:
         sidecar_type: str | None,
         draft_vocab: int | None,
         imatrix: str | Path | None,
+        pre_tokenizer: str | None,
     ) -> Wanted:
         if Path(out).suffix == ".gguf":
             raise OutputFailed(f"{out} is a file's name; expected a folder for the main file and its sidecar")
         main = main_recipe(main_type) if main_type else None
         importance = _importance(imatrix, main) if imatrix is not None else None
-        needs_head = bool(sidecar_type or not main_type or draft_vocab is not None)
+        if pre_tokenizer is not None:
+            check_pre_tokenizer(pre_tokenizer)
         return cls(
-            Path(out), main, sidecar_recipe(sidecar_type, may_keep=True), importance, needs_head, draft_vocab
+            out=Path(out),
+            main=main,
+            sidecar=sidecar_recipe(sidecar_type, may_keep=True),
+            importance=importance,
+            needs_head=bool(sidecar_type or not main_type or draft_vocab is not None),
+            draft_vocab=draft_vocab,
+            pre_tokenizer=pre_tokenizer,
         )
 
 
@@ -146,6 +155,7 @@ def convert(
     mtp_from: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
+    pre_tokenizer: str | None = None,
     name: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -160,7 +170,8 @@ def convert(
     merge order, are written as a compact sidecar besides. `target` is the model, as a checkpoint or a main GGUF, that a
     stand-alone drafter (EAGLE3, DFlash, DSpark) drafts for: then the sidecar alone is written. `mtp_from` is the checkpoint to take the head
     from where this one lost it, its base model. `imatrix` is a file of llama-imatrix that weighs
-    the columns of the main file's matrices. `name` replaces the model's name, `force` replaces existing files, and
+    the columns of the main file's matrices. `pre_tokenizer` is llama.cpp's name of the way that tokenizer.json splits text, for one that is
+    not recognised. `name` replaces the model's name, `force` replaces existing files, and
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
     Either all files are there and whole, or none is; a conversion that was killed is gone on with. Raises a subclass of
@@ -169,9 +180,9 @@ def convert(
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')
     """
-    wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
+    wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix, pre_tokenizer)
     with open_checkpoint(checkpoint) as opened, ExitStack() as others:
-        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix)
+        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix, pre_tokenizer)
         if draft is not None:
             return _convert_draft(opened, draft, target, Path(out), sidecar_type, name, force, progress)
         family, inside = family_of(opened.config), draft_inside(opened.config)
@@ -187,7 +198,7 @@ def convert(
                 f"{opened.place} holds no draft head: no tensor in any of its files is called {layout.head_names}; nothing is written"
             )
         planned = plan_files(wanted, opened.config, family, layout, tensors, name or opened.name)
-        common = vocabulary_keys(opened, family.VOCABULARY)
+        common = vocabulary_keys(opened, family.VOCABULARY, wanted.pre_tokenizer)
         if inside:
             drafter = open_draft(opened, inside[0], of_model(opened, family.ARCH, common, {}))
             account(drafter.layout, drafter.tensors)
@@ -239,12 +250,18 @@ def stand_alone(
     mtp_from: str | Path | None,
     draft_vocab: int | None,
     imatrix: str | Path | None,
+    pre_tokenizer: str | None,
 ) -> Draft | None:
     """The drafter whose own checkpoint it is; None for a model's. Raises NoTarget for options of the other sort."""
     draft = draft_of(opened.config)
     if draft is not None and any(one is not None for one in (imatrix, draft_vocab, mtp_from)):
         raise NoTarget(
             f"{opened.place} is a drafter's checkpoint: no main file and no compact sidecar is made of it, nor has it a head"
+        )
+    if draft is not None and pre_tokenizer is not None:
+        raise NoTarget(
+            f"{opened.place} is a drafter's checkpoint, whose vocabulary is the target's: convert the target with --pre-tokenizer, "
+            f"and name its main file with --target"
         )
     if draft is None and target is not None:
         raise NoTarget(

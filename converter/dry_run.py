@@ -147,6 +147,7 @@ def dry_run(
     mtp_from: str | Path | None = None,
     draft_vocab: int | None = None,
     imatrix: str | Path | None = None,
+    pre_tokenizer: str | None = None,
     name: str | None = None,
     n_ctx: int = N_CTX,
     acceptance: float = ACCEPTANCE,
@@ -163,9 +164,9 @@ def dry_run(
     """
     if not 0 <= acceptance <= 1:
         raise ConversionError(f"acceptance {acceptance!r} is not between 0 and 1")
-    wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix)
+    wanted = Wanted.checked(out, main_type, sidecar_type, draft_vocab, imatrix, pre_tokenizer)
     with _opened(checkpoint) as (opened, from_config), ExitStack() as others:
-        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix)
+        draft = stand_alone(opened, target, mtp_from, draft_vocab, imatrix, pre_tokenizer)
         if draft is not None:
             if from_config:
                 raise NoWeights(f"{opened.place} holds no weights, whose headers a drafter's dry run needs")
@@ -189,7 +190,7 @@ def dry_run(
         wrong = mismatch(layout, tensors)
         fitting = tensors | _stand_ins(layout, tensors, wrong)
         planned = plan_files(wanted, opened.config, family, layout, fitting, name or opened.name)
-        common = _common_keys(opened, family, from_config)
+        common = _common_keys(opened, family, from_config, pre_tokenizer)
         reports = list(_tensor_reports(layout, fitting, planned.files))
         if inside and not from_config:
             drafter = open_draft(opened, inside[0], of_model(opened, family.ARCH, common, {}))
@@ -354,7 +355,9 @@ def _stand_ins(layout: Layout, tensors: Mapping[str, Tensor], wrong: Mismatch) -
 # The files.
 
 
-def _common_keys(opened: Checkpoint, family: Family, from_config: bool) -> dict[str, Key]:
+def _common_keys(
+    opened: Checkpoint, family: Family, from_config: bool, pre_tokenizer: str | None
+) -> dict[str, Key]:
     """The vocabulary, and something as long as the fingerprints; of a configuration alone, something as long as a vocabulary."""
     prints: dict[str, Key] = {
         published.FORMAT: published.FORMAT_VERSION,
@@ -363,7 +366,7 @@ def _common_keys(opened: Checkpoint, family: Family, from_config: bool) -> dict[
     }
     if from_config and not (opened.folder / "tokenizer.json").is_file():
         return prints | {published.TOKENS: "x" * (TOKEN_BYTES * opened.config.integer("vocab_size"))}
-    return prints | vocabulary_keys(opened, family.VOCABULARY)
+    return prints | vocabulary_keys(opened, family.VOCABULARY, pre_tokenizer)
 
 
 def _file_report(role: str, file: FilePlan, header: Header) -> FileReport:

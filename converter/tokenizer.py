@@ -55,6 +55,96 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, ...]] = {
     ): ("deepseek-v3", "hunyuan-dense"),
 }
 
+# What src/llama-vocab.cpp of the tested llama.cpp compares `tokenizer.ggml.pre` with; a file with any other name does not load.
+PRE_TOKENIZER_NAMES = [
+    "a.x-4.0",
+    "afmoe",
+    "bailingmoe",
+    "bailingmoe2",
+    "bloom",
+    "chameleon",
+    "chatglm-bpe",
+    "codeshell",
+    "cohere2moe",
+    "command-r",
+    "dbrx",
+    "deepseek-coder",
+    "deepseek-llm",
+    "deepseek-r1-qwen",
+    "deepseek-v3",
+    "default",
+    "exaone",
+    "exaone-moe",
+    "exaone4",
+    "f2llmv2",
+    "falcon",
+    "falcon-h1",
+    "falcon3",
+    "gigachat",
+    "glm4",
+    "glm5",
+    "gpt-2",
+    "gpt-4o",
+    "gpt3-finnish",
+    "granite-docling",
+    "granite-embed-multi-311m",
+    "granite-embed-multi-97m",
+    "grok-2",
+    "hunyuan",
+    "hunyuan-dense",
+    "hy_v4",
+    "jais",
+    "jais-2",
+    "jina-v1-en",
+    "jina-v2-code",
+    "jina-v2-de",
+    "jina-v2-es",
+    "jina-v5-nano",
+    "joyai-llm",
+    "kanana2",
+    "kimi-k2",
+    "kormo",
+    "laguna",
+    "lfm2",
+    "llada-moe",
+    "llama-bpe",
+    "llama4",
+    "megrez",
+    "mellum",
+    "mellum2",
+    "midm-2.0",
+    "minerva-7b",
+    "minicpm5",
+    "minimax-m2",
+    "modern-bert",
+    "mpt",
+    "olmo",
+    "phi-2",
+    "pixtral",
+    "poro-chat",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "roberta-bpe",
+    "sarvam-moe",
+    "seed-coder",
+    "smaug-bpe",
+    "smollm",
+    "solar-open",
+    "spark2_5",
+    "stablelm2",
+    "starcoder",
+    "superbpe",
+    "talkie",
+    "tekken",
+    "tiny_aya",
+    "trillion",
+    "ufakzeka",
+    "viking",
+    "whitespace",
+    "youtu",
+]
+
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # llama_token_type
 GEMMA4 = "gemma4"
 GEMMA4_SHOWN = (  # flagged as special, and yet what a chat's reader looks for
@@ -75,11 +165,22 @@ SPECIAL = {
 DEFAULT = Vocabulary("qwen2")
 
 
-def vocabulary_keys(checkpoint: Checkpoint, family: Vocabulary = DEFAULT) -> dict[str, Key]:
+def check_pre_tokenizer(name: str) -> None:
+    """Raises BadTokenizer for a name that no llama.cpp tested here knows."""
+    if name not in PRE_TOKENIZER_NAMES:
+        raise BadTokenizer(
+            f"{name!r} is no pre-tokenizer of llama.cpp's; expected one of {', '.join(PRE_TOKENIZER_NAMES)}"
+        )
+
+
+def vocabulary_keys(
+    checkpoint: Checkpoint, family: Vocabulary = DEFAULT, pre_tokenizer: str | None = None
+) -> dict[str, Key]:
     """The `tokenizer.*` keys of a checkpoint, padded to the configuration's `vocab_size`.
 
-    `family` is what the checkpoint's family says of its vocabulary. Raises BadTokenizer when tokenizer.json is missing, is
-    not byte-level BPE, splits in a way llama.cpp does not know, or lacks a token that the family gives a role to.
+    `family` is what the checkpoint's family says of its vocabulary, `pre_tokenizer` llama.cpp's name of the way it splits text
+    where the user gives one. Raises BadTokenizer when tokenizer.json is missing, is
+    not byte-level BPE, splits in a way that is not known here and has been given no name, or lacks a token that the family gives a role to.
     """
     tokenizer = checkpoint.json("tokenizer.json")
     if not tokenizer:
@@ -88,7 +189,7 @@ def vocabulary_keys(checkpoint: Checkpoint, family: Vocabulary = DEFAULT) -> dic
         )
     settings = checkpoint.json("tokenizer_config.json")
     try:
-        keys = _keys(checkpoint, tokenizer, settings, family)
+        keys = _keys(checkpoint, tokenizer, settings, family, pre_tokenizer)
         _check_text(keys)
         return keys
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -119,7 +220,11 @@ def _check_text(keys: Mapping[str, Key]) -> None:
 
 
 def _keys(
-    checkpoint: Checkpoint, tokenizer: Mapping[str, Any], settings: Mapping[str, Any], family: Vocabulary
+    checkpoint: Checkpoint,
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    family: Vocabulary,
+    given: str | None,
 ) -> dict[str, Key]:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
@@ -127,13 +232,15 @@ def _keys(
     added = _added_tokens(tokenizer, settings)
     tokens, types = _tokens(model["vocab"], added, checkpoint.config.integer("vocab_size"))
     if family.pre == GEMMA4:
+        if given is not None:
+            raise BadTokenizer("Gemma 4's vocabulary is split in one way alone: leave --pre-tokenizer out")
         _check_split_at_spaces(tokenizer.get("pre_tokenizer"))
         own = _gemma4_keys(model, tokens, types) | _special_ids(added, settings, checkpoint)
         own |= {"tokenizer.ggml.add_bos_token": True} | _suppressed(checkpoint, family, len(tokens))
         return own | _chat_templates(checkpoint, settings)
     keys: dict[str, Key] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer, family),
+        "tokenizer.ggml.pre": _pre_tokenizer(tokenizer, family, given, checkpoint.warnings),
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": _merges(model.get("merges")),
@@ -171,7 +278,9 @@ def _gemma4_keys(model: Mapping[str, Any], tokens: list[str], types: list[int]) 
     }
 
 
-def _pre_tokenizer(tokenizer: Mapping[str, Any], family: Vocabulary) -> str:
+def _pre_tokenizer(
+    tokenizer: Mapping[str, Any], family: Vocabulary, given: str | None, warnings: list[str]
+) -> str:
     stage = tokenizer.get("pre_tokenizer") or {}
     stages = stage.get("pretokenizers", [stage])
     patterns = tuple(
@@ -179,11 +288,19 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], family: Vocabulary) -> str:
         for s in stages
         if s.get("type") == "Split" and isinstance(s.get("pattern"), dict)
     )
+    if given is not None:
+        if given not in PRE_TOKENIZERS.get(patterns, (given,)):
+            warnings.append(
+                f"tokenizer.json splits text as llama.cpp's {' or '.join(PRE_TOKENIZERS[patterns])} does; "
+                f"{given} is written, as asked for"
+            )
+        return given
     if patterns not in PRE_TOKENIZERS:
         known = ", ".join(name for names in PRE_TOKENIZERS.values() for name in names)
         raise BadTokenizer(
             f"tokenizer.json splits by {list(patterns) or stage.get('type')}, which is none of the patterns known here "
-            f"({known}): the text would be cut at other places than in training"
+            f"({known}): the text would be cut at other places than in training; if llama.cpp has a name for it, give that with "
+            f"--pre-tokenizer"
         )
     names = PRE_TOKENIZERS[patterns]
     return family.pre if family.pre in names else names[0]

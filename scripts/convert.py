@@ -70,6 +70,11 @@ NONE = "none"
     metavar="FILE",
     help="Importance matrix, as llama-imatrix writes it, for the main file's quantisation.",
 )
+@click.option(
+    "--pre-tokenizer",
+    metavar="NAME",
+    help="llama.cpp's name of the way the tokenizer splits text, such as deepseek-v3, where tokenizer.json's own is not recognised.",
+)
 @click.option("--name", help="Name of the model and of its files.  [default: the checkpoint's]")
 @click.option(
     "--dry-run",
@@ -102,6 +107,7 @@ def command(
     mtp_from: str | None,
     draft_vocab: int | None,
     imatrix: Path | None,
+    pre_tokenizer: str | None,
     name: str | None,
     dry_run: bool,
     ctx: int | None,
@@ -130,6 +136,7 @@ def command(
         "mtp_from": mtp_from,
         "draft_vocab": draft_vocab,
         "imatrix": imatrix,
+        "pre_tokenizer": pre_tokenizer,
         "name": name,
     }
     if dry_run:

@@ -169,6 +169,8 @@ def test_a_drafter_without_its_target_and_a_model_with_one(target: Path, tmp_pat
         convert(target, tmp_path / "out", target=target)
     with pytest.raises(NoTarget, match="no compact sidecar"):
         convert(folder, tmp_path / "out", target=target, draft_vocab=64)
+    with pytest.raises(NoTarget, match="convert the target with --pre-tokenizer, and name its main file"):
+        convert(folder, tmp_path / "out", target=target, pre_tokenizer="glm4")
     assert not (tmp_path / "out").exists()
 
 

@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CALL, END, START, STOP, make_checkpoint, write_json
+from checkpoints import CALL, END, START, STOP, make_checkpoint, tiny_tensors, write_json
+from click.testing import CliRunner
+from gguf_edit import read
 
-from llama_sidecar.converter import convert
+from llama_sidecar.converter import convert, dry_run
 from llama_sidecar.converter.checkpoint import open_checkpoint
 from llama_sidecar.converter.errors import BadTokenizer
-from llama_sidecar.converter.tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, vocabulary_keys
+from llama_sidecar.converter.tokenizer import (
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZER_NAMES,
+    PRE_TOKENIZERS,
+    UNUSED,
+    USER_DEFINED,
+    vocabulary_keys,
+)
+from llama_sidecar.scripts.convert import command
+from llama_sidecar.sidecars import read_header
 
 TEXT = "hello there, don't\n\n  tell: 1234 \u00fcml\u00e4ut \u0e01\u0e33 \U0001f999<|im_start|>x<tool_call> y\t\n"
 
@@ -165,6 +177,75 @@ def test_a_template_file_that_cannot_be_read(folder: Path) -> None:
     (folder / "additional_chat_templates" / "tool.jinja").mkdir(parents=True)
     with pytest.raises(BadTokenizer, match=r"tool\.jinja cannot be read"):
         keys(folder)
+
+
+# A pre-tokenizer that is not recognised, and the name that is given for it.
+
+
+def split_otherwise(folder: Path) -> Path:
+    edit(folder / "tokenizer.json", pre_tokenizer={"type": "Split", "pattern": {"Regex": r"\w+|\W"}})
+    return folder
+
+
+def pre_of(path: Path | None) -> str:
+    assert path
+    return str(read_header(path).keys["tokenizer.ggml.pre"])
+
+
+def test_a_split_that_is_not_known_says_which_option_names_it(folder: Path, tmp_path: Path) -> None:
+    split_otherwise(folder)
+    for make in (convert, dry_run):
+        with pytest.raises(
+            BadTokenizer, match=r"none of the patterns .*give that with --pre-tokenizer$"
+        ) as caught:
+            make(folder, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+        with pytest.raises(
+            BadTokenizer, match=r"'glm44' is no pre-tokenizer of llama\.cpp's; expected one of .*glm4, "
+        ):
+            make(folder, tmp_path / "out", pre_tokenizer="glm44")
+    assert not (tmp_path / "out").exists()
+    said = dry_run(folder, tmp_path / "out", pre_tokenizer="glm4")
+    arguments = [str(folder), "-o", str(tmp_path / "out"), "--pre-tokenizer", "glm4"]
+    run = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert run.exit_code == 0 and not run.stderr
+    for file in said.files:
+        assert pre_of(file.path) == "glm4" and file.path.stat().st_size == file.n_bytes
+
+
+def test_a_name_that_contradicts_the_split_is_written_and_remarked_on(folder: Path, tmp_path: Path) -> None:
+    result = convert(folder, tmp_path / "out", pre_tokenizer="qwen2")
+    assert pre_of(result.main) == pre_of(result.sidecar) == "qwen2"
+    assert result.warnings == [
+        "tokenizer.json splits text as llama.cpp's qwen35 does; qwen2 is written, as asked for"
+    ]
+    assert not convert(folder, tmp_path / "same", pre_tokenizer="qwen35").warnings
+
+
+def test_a_head_of_a_base_that_splits_the_same_unknown_way(folder: Path, tmp_path: Path) -> None:
+    trunk = {n: t for n, t in tiny_tensors("qwen35", "tied").items() if not n.startswith("mtp.")}
+    lost = split_otherwise(make_checkpoint(tmp_path, tensors=trunk, name="lost"))
+    result = convert(lost, tmp_path / "out", mtp_from=split_otherwise(folder), pre_tokenizer="glm4")
+    assert pre_of(result.main) == pre_of(result.sidecar) == "glm4"
+
+
+def test_gemma_4_has_no_name_for_its_split(tmp_path: Path) -> None:
+    with pytest.raises(BadTokenizer, match="leave --pre-tokenizer out"):
+        convert(make_checkpoint(tmp_path, "gemma4", "dense"), tmp_path / "out", pre_tokenizer="qwen2")
+
+
+def test_every_name_loads_in_llama_cpp(folder: Path, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert {name for names in PRE_TOKENIZERS.values() for name in names} <= set(PRE_TOKENIZER_NAMES)
+    main, other = convert(folder, tmp_path / "out").main, tmp_path / "other.gguf"
+    assert main
+    file = read(main)
+    for name in PRE_TOKENIZER_NAMES:
+        file.apply(["set", "tokenizer.ggml.pre", "STRING", name]).write(other)
+        llama_cpp.Llama(str(other), vocab_only=True, verbose=False).close()
+    file.apply(["set", "tokenizer.ggml.pre", "STRING", "glm44"]).write(other)
+    with pytest.raises(ValueError):
+        llama_cpp.Llama(str(other), vocab_only=True, verbose=False)
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen3next"])
