@@ -22,7 +22,7 @@ from llama_sidecar.runtime.prompts import read_prompts
 HELDOUT = Path(__file__).parents[2] / "sidecars" / "demo" / "heldout.jsonl"
 
 
-def seconds(model: Model, prompts: list[str], n: int, depths: list[int]) -> list[list[float]]:
+def seconds(model: Model, prompts: list[list[int]], n: int, depths: list[int]) -> list[list[float]]:
     """Seconds of each text plainly, at each of `depths`, and with pace; sessions are kept, so pace goes on learning."""
     found = []
     with ExitStack() as stack:
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--no-ngram", action="store_true")
     args = parser.parse_args()
-    prompts = [prompt.text for prompt in read_prompts(args.prompts)][: args.texts]
     with load(args.main, args.sidecar, ctx=1024, ngram=not args.no_ngram) as model:
+        prompts = [prompt.tokens(model) for prompt in read_prompts(args.prompts)[: args.texts]]
         seconds(model, prompts[:1], args.n, args.depths)  # what is slow once
         found = seconds(model, prompts, args.n, args.depths)
     print("| " + " | ".join(["plain", *(f"depth {depth}" for depth in args.depths), "pace"]) + " |")
