@@ -63,6 +63,7 @@ def _load() -> ModuleType:
     if problem:
         raise LibraryError(f"{problem}; {found}")
     module.llama_backend_init()
+    _native.use_huge_pages(module._lib._handle)  # with a ggml of another build it stays as it is
     return cast(ModuleType, module)
 
 

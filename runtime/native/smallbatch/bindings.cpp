@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device.h"
+#include "huge_pages.h"
 #include "kernels.h"
 #include "team.h"
 #include "trial.h"
@@ -79,6 +80,13 @@ void bind_smallbatch(nb::module_ & m) {
             return problem.empty() ? std::nullopt : std::optional(problem);
         },
         "handle"_a, "Registers the device with the library with this dlopen handle, once. Returns why not, or None.");
+    m.def(
+        "use_huge_pages",
+        [](uintptr_t handle) -> std::optional<std::string> {
+            const std::string problem = use_huge_pages(reinterpret_cast<void *>(handle));
+            return problem.empty() ? std::nullopt : std::optional(problem);
+        },
+        "handle"_a, "Makes the library with this dlopen handle ask for huge pages, once. Returns why not, or None.");
     m.def(
         "smallbatch_set_for",
         [](int32_t type) {

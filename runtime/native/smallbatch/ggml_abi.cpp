@@ -27,6 +27,7 @@ std::string resolve(void * handle, Library & library) {
     find(library.alignment, "ggml_backend_buft_get_alignment");
     find(library.is_host, "ggml_backend_buft_is_host");
     find(library.buffer_type, "ggml_backend_buffer_get_type");
+    find(library.buffer_base, "ggml_backend_buffer_get_base");
     find(library.buffer_size, "ggml_backend_buffer_get_size");
     find(library.buffer_usage, "ggml_backend_buffer_get_usage");
     find(library.buffer_set_usage, "ggml_backend_buffer_set_usage");
@@ -118,11 +119,21 @@ bool backend_fits(const Library & library, Device * cpu) {
     return fits;
 }
 
+std::string version_mismatch(const Library & library) {
+    const std::string version = library.version();
+    return version == tested_version ? "" : "ggml is " + version + ", tested with " + tested_version;
+}
+
 }  // namespace
 
+std::string buffer_mismatch(const Library & library) {
+    const std::string untested = version_mismatch(library);
+    return !untested.empty() || buffer_fits(library) ? untested : "ggml lays these out otherwise: buffer";
+}
+
 std::string mismatch(const Library & library) {
-    const std::string version = library.version();
-    if (version != tested_version) return "ggml is " + version + ", tested with " + tested_version;
+    const std::string untested = version_mismatch(library);
+    if (!untested.empty()) return untested;
     Device * cpu = library.device_by_type(device_cpu);
     if (cpu == nullptr) return "ggml has no CPU device";
     const int32_t found = library.device_registry(cpu)->api_version;

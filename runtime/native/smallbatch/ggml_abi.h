@@ -147,6 +147,7 @@ struct Library {
     size_t (*alignment)(BufferType *);
     bool (*is_host)(BufferType *);
     BufferType * (*buffer_type)(Buffer *);
+    void * (*buffer_base)(Buffer *);
     size_t (*buffer_size)(Buffer *);
     int32_t (*buffer_usage)(Buffer *);
     void (*buffer_set_usage)(Buffer *, int32_t);
@@ -179,5 +180,8 @@ std::string resolve(void * handle, Library & library);
 
 // Compares the layouts above with objects that the library makes. Returns what differs, or nothing.
 std::string mismatch(const Library & library);
+
+// The same of buffers and their types alone, without a look at any device.
+std::string buffer_mismatch(const Library & library);
 
 }  // namespace sidecar::smallbatch::ggml
