@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from llama_sidecar.runtime import Model
-from llama_sidecar.sidecars.errors import printable
 
 from ._chat.commands import completions
 from ._chat.output import PlainOutput, TerminalOutput, make_output
@@ -61,7 +60,8 @@ def command(
     """Chat with the model MAIN, a GGUF file, through its own chat template.
 
     A sidecar beside MAIN (or a draft head inside it) is found and used by itself: the answers are what MAIN alone would
-    write, only faster. After each answer a line says how fast, and how many drafted tokens were right.
+    write, only faster. A line below says how fast, and how many drafted tokens were right; /help lists what else there is.
+    Of a pipe each line is a question, and stdout gets the answers as plain text.
 
     \b
     llama-sidecar chat models/Qwen3.5-0.8B-Q8_0.gguf
@@ -80,7 +80,7 @@ def command(
         if question is None:
             talk.conversation.check()
             reader, advice = make_reader(talk.status, completions())
-            click.echo(f"{_title(model)}\n{HELP}", err=True)
+            talk.say(_title(model), *([HELP] if sys.stdin.isatty() else []))
             if advice:
                 note(advice)
             if lens and isinstance(output, TerminalOutput):
@@ -101,4 +101,4 @@ def _title(model: Model) -> str:
     drafting = model.speculation
     source = f" from {drafting.path.name}" if drafting.path else ""
     sidecar = f"{drafting.kind}{source}, depth {model.depth}" if drafting.kind else f"off: {drafting.why}"
-    return printable(f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens")
+    return f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens"

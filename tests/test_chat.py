@@ -191,6 +191,24 @@ def test_a_file_without_a_template_says_so_at_once(tmp_path: Path) -> None:
     assert "tok/s" not in result.stderr
 
 
+def test_ctrl_c_ends_a_chat_that_a_pipe_feeds(main: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llama_sidecar.scripts", "chat", str(main), "--temp", "0", "--no-spec"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write(b"Hello\n")
+    process.stdin.flush()
+    process.stdout.read(1)  # it answers
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"interrupted" in said and b"Ctrl-D" not in said
+
+
 READY = b"\x1b[?2004h"  # the editor waits for a message
 
 

@@ -67,6 +67,7 @@ def test_help_lists_every_command_once(chat: Chat) -> None:
 @pytest.mark.parametrize(
     "line, said",
     [
+        ("/s", "error: there is no command /s: /system or /save or /stats?"),
         ("/und", "error: there is no command /und: /undo?"),
         ("/etc/hosts is what?", "a question that begins with / begins with //"),
         ("/clear all", "error: /clear takes nothing, and 'all' follows it"),

@@ -31,9 +31,10 @@ def run(talk: Talk, line: str) -> None:
     name, _, argument = line.partition(" ")
     found = COMMANDS.get(name)
     if found is None:
-        close = difflib.get_close_matches(name, COMMANDS, 1)
+        begun = [known for known in COMMANDS if known.startswith(name)]
+        close = begun or difflib.get_close_matches(name, COMMANDS, 1)
         hint = (
-            f": {close[0]}?"
+            f": {' or '.join(close)}?"
             if close
             else "; /help lists them, and a question that begins with / begins with //"
         )

@@ -44,6 +44,9 @@ class LineReader:
         while not lines or lines[-1].endswith("\\"):
             try:
                 lines.append(self._line(CONTINUED if lines else PROMPT))
+            except KeyboardInterrupt:
+                click.echo(err=True)
+                raise
             except EOFError:
                 if self._is_terminal:
                     click.echo(err=True)

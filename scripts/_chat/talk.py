@@ -69,6 +69,8 @@ class Talk:
             try:
                 text = reader.read()
             except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
                 self.say("Ctrl-D leaves")
                 continue
             if text is None:
@@ -170,7 +172,9 @@ class Talk:
 
     def _show(self, begin: Callable[[], Generation]) -> None:
         try:
-            with stopped_by_ctrl_c(self.session), quiet_terminal():
+            # What a pipe feeds ends with Ctrl-C as any program does.
+            stopped = stopped_by_ctrl_c(self.session) if sys.stdin.isatty() else contextlib.nullcontext()
+            with stopped, quiet_terminal():
                 self.answer = answer = begin()
                 self.output.show(self.conversation, answer, self.status)
         except PromptError as error:
