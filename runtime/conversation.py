@@ -13,7 +13,7 @@ from typing import Any
 
 from . import conversation_file
 from .conversation_file import SavedConversation
-from .errors import PromptError
+from .errors import ConversationFileError, PromptError
 from .reasoning import OPEN, ReasoningSplitter
 from .session import Generation, Session
 from .session_file import content_hash
@@ -206,11 +206,16 @@ class Conversation:
                 else path.with_name(path.name + STATE_SUFFIX)
             )
             self.session.save(state)
+        said = self._exchanges[-1].said if self._exchanges else None
+        if said is not None and not model.vocab.spells(
+            said[1], said[0]
+        ):  # a control token, which no text shows
+            said = None
         saved = SavedConversation(
             model=model.main.path.name,
             model_hash=content_hash(model.main.header),
             messages=self._messages(),
-            said=self._exchanges[-1].said if self._exchanges else None,
+            said=said,
             state=state,
         )
         conversation_file.write(path, saved)
@@ -219,26 +224,34 @@ class Conversation:
     def load(self, saved: SavedConversation) -> None:
         """Goes on from what `conversation_file.read` has read, all that was said here forgotten; it may be another model's.
 
+        Raises:
+            ConversationFileError: this model's tokens in it do not spell its text; nothing is forgotten then.
+
         Example:
             >>> talk.load(conversation_file.read("talk.json"))        # doctest: +SKIP
         """
-        model = self.session.model
+        model, said = self.session.model, saved.said
+        if saved.model_hash != content_hash(model.main.header):
+            said = None
+        if said is not None and not (
+            all(0 <= token < model.vocab.n_tokens for token in said[1])
+            and model.vocab.spells(said[1], said[0])
+        ):
+            raise ConversationFileError(
+                "the saved conversation is damaged: the tokens of 'said' do not spell its text; "
+                'with "said": null in its place all is read again'
+            )
         messages = list(saved.messages)
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.clear()
         self.system = messages.pop(0)["content"] if has_system else None
         for question, answer in zip(messages[::2], messages[1::2], strict=True):
             self._exchanges.append(_Exchange(question["content"], answer, None, 0))
-        said = saved.said
         if not self._exchanges:
             return
         last = self._exchanges[-1]
         self._last_question = last.question
-        if (
-            said is not None
-            and saved.model_hash == content_hash(model.main.header)
-            and all(0 <= token < model.vocab.n_tokens for token in said[1])
-        ):
+        if said is not None:
             self._exchanges[-1] = _Exchange(last.question, last.answer, said, len(said[1]))
 
     # Inside

@@ -115,6 +115,16 @@ class Vocab:
         bos, eos = (token(self.pointer) for token in (self._lib.llama_vocab_bos, self._lib.llama_vocab_eos))
         return ChatTemplate(source, bos=self.spelling(bos), eos=self.spelling(eos))
 
+    def spells(self, tokens: Sequence[int], text: str) -> bool:
+        """Whether ids are those of `text`, control tokens written out; blanks aside, which some vocabularies add.
+
+        Example:
+            >>> vocab.spells(vocab.tokenize("Hi"), "Hi")                         # doctest: +SKIP
+            True
+        """
+        spelled = b"".join(self.piece(token) or self.spelling(token).encode() for token in tokens)
+        return spelled.decode("utf-8", "replace").replace(" ", "") == text.replace(" ", "")
+
     def spelling(self, token: int) -> str:
         """How the file spells a token ("<|im_end|>"); nothing for one that is not there (-1)."""
         if token < 0:

@@ -191,6 +191,27 @@ def test_a_file_without_a_template_says_so_at_once(tmp_path: Path) -> None:
     assert "tok/s" not in result.stderr
 
 
+@pytest.mark.parametrize("stdin", ["<&-", "< /dev/null"])
+def test_a_chat_without_questions_ends_at_once(main: Path, stdin: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m llama_sidecar.scripts chat "$1" --no-spec {stdin}', sys.executable, str(main)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "") and "Traceback" not in done.stderr
+
+
+def test_a_chat_whose_input_cannot_be_read_says_so(main: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -m llama_sidecar.scripts chat "$1" --no-spec 0> /dev/null', sys.executable, str(main)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "error: stdin: Bad file descriptor" in done.stderr
+
+
 def test_ctrl_c_ends_a_chat_that_a_pipe_feeds(main: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "llama_sidecar.scripts", "chat", str(main), "--temp", "0", "--no-spec"],

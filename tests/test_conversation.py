@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,29 @@ def test_another_model_goes_on_from_the_words(model: Model, tmp_path: Path) -> N
         talk = Conversation(session)
         talk.load(conversation_file.read(path))
         assert talk.n_tokens == 0 and talk.ask("And?", **ASKED).read()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda ids: ids[:-1], lambda ids: [*ids[:-1], ids[-1] ^ 1], lambda ids: [9999, *ids]]
+)
+def test_tokens_that_do_not_spell_the_text_are_refused_and_nothing_is_forgotten(
+    model: Model, tmp_path: Path, damage: Callable[[list[int]], list[int]]
+) -> None:
+    path = tmp_path / "talk.json"
+    with model.session() as session:
+        talk = Conversation(session)
+        talk.ask("One", **ASKED).read()
+        talk.save(path)
+        talk.ask("Two", **ASKED).read()
+        before, data = talk.messages, json.loads(path.read_text("utf-8"))
+        for tokens, is_good in ((data["said"]["tokens"], True), (damage(data["said"]["tokens"]), False)):
+            path.write_text(json.dumps(data | {"said": data["said"] | {"tokens": tokens}}), "utf-8")
+            if is_good:
+                Conversation(session).load(conversation_file.read(path))
+                continue
+            with pytest.raises(ConversationFileError, match="do not spell its text"):
+                talk.load(conversation_file.read(path))
+        assert talk.messages == before
 
 
 GOOD: dict[str, Any] = {

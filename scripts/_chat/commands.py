@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Command = Callable[["Talk", str], None]
 COMMANDS: dict[str, tuple[Command, str, str]] = {}  # name -> what does it, its arguments, what it does
+MAX_DIGITS = 9  # of a number: Python refuses thousands of them
 
 
 class CommandError(LlamaSidecarError):
@@ -38,9 +39,9 @@ def run(talk: Talk, line: str) -> None:
             if close
             else "; /help lists them, and a question that begins with / begins with //"
         )
-        raise CommandError(f"there is no command {name}{hint}")
+        raise CommandError(f"there is no command {_short(name)}{hint}")
     if argument.strip() and not found[1]:
-        raise CommandError(f"{name} takes nothing, and {argument.strip()!r} follows it")
+        raise CommandError(f"{name} takes nothing, and {_short(argument)!r} follows it")
     found[0](talk, argument.strip())
 
 
@@ -106,15 +107,14 @@ def depth(talk: Talk, argument: str) -> None:
     if argument == "auto":
         talk.options["depth"] = None
     elif argument:
-        if not argument.isdecimal():
-            raise CommandError(f"{argument!r} is neither a number of tokens nor auto")
-        if most == 0 and int(argument):
+        if not (argument.isascii() and argument.isdecimal() and len(argument) <= MAX_DIGITS):
+            raise CommandError(f"{_short(argument)!r} is neither a number of tokens nor auto")
+        n = int(argument)
+        if most == 0 and n:
             raise CommandError(f"nothing drafts here: {talk.session.why}")
-        if int(argument) > most:
-            raise CommandError(
-                f"{argument} tokens: at most {most} here (start with --depth {argument} for more)"
-            )
-        talk.options["depth"] = int(argument)
+        if n > most:
+            raise CommandError(f"{n} tokens: at most {most} here (start with --depth {n} for more)")
+        talk.options["depth"] = n
     now = talk.options.get("depth")
     if most == 0:
         talk.say(f"depth 0: {talk.session.why}")
@@ -187,8 +187,7 @@ def load(talk: Talk, argument: str) -> None:
             talk.restore(saved.state)
         except SessionFileError as error:
             problem = f"{error}: the conversation will be read again"
-    talk.clear()
-    talk.conversation.load(saved)
+    talk.load(saved)
     n = sum(message["role"] == "user" for message in saved.messages)
     other = "" if saved.model == talk.model.main.path.name else f", of {saved.model}"
     talk.say(
@@ -210,7 +209,7 @@ def exit(talk: Talk, argument: str) -> None:
 
 def _switch(word: str) -> bool:
     if word not in ("on", "off"):
-        raise CommandError(f"{word!r} is neither on nor off")
+        raise CommandError(f"{_short(word)!r} is neither on nor off")
     return word == "on"
 
 
@@ -220,7 +219,7 @@ def _number(word: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise CommandError(f"{word!r} is no temperature: a number of at least 0, or auto")
+        raise CommandError(f"{_short(word)!r} is no temperature: a number of at least 0, or auto")
     return value
 
 

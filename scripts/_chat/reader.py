@@ -63,6 +63,8 @@ class LineReader:
             return input(prompt if self._is_terminal else "")
         except UnicodeDecodeError as error:
             raise PromptError(f"stdin: not UTF-8 text (byte {error.start} of what was read)") from error
+        except OSError as error:  # a folder, a terminal that is gone
+            raise PromptError(f"stdin: {error.strerror or error}") from error
 
 
 class EditorReader:

@@ -18,6 +18,7 @@ import click
 
 from llama_sidecar.runtime import Generation, Model, PromptError, Session, Stats
 from llama_sidecar.runtime.conversation import Conversation
+from llama_sidecar.runtime.conversation_file import SavedConversation
 from llama_sidecar.sidecars import LlamaSidecarError
 from llama_sidecar.sidecars.errors import printable
 
@@ -100,6 +101,14 @@ class Talk:
     def clear(self) -> None:
         """Begins a new conversation."""
         self.conversation.clear()
+        self._count_anew()
+
+    def load(self, saved: SavedConversation) -> None:
+        """Goes on from a saved conversation. Raises ConversationFileError, all being as before."""
+        self.conversation.load(saved)
+        self._count_anew()
+
+    def _count_anew(self) -> None:
         self.total = self.answer = None
         self._n_answers = 0
 
