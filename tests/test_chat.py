@@ -204,7 +204,13 @@ def test_a_chat_without_questions_ends_at_once(main: Path, stdin: str) -> None:
 
 def test_a_chat_whose_input_cannot_be_read_says_so(main: Path) -> None:
     done = subprocess.run(
-        ["sh", "-c", '"$0" -m llama_sidecar.scripts chat "$1" --no-spec 0> /dev/null', sys.executable, str(main)],
+        [
+            "sh",
+            "-c",
+            '"$0" -m llama_sidecar.scripts chat "$1" --no-spec 0> /dev/null',
+            sys.executable,
+            str(main),
+        ],
         capture_output=True,
         text=True,
         timeout=120,

@@ -139,14 +139,22 @@ def test_an_error_reaches_the_thread_whose_round_it_was(
         assert ids(session) == alone
 
 
-def test_ctrl_c_ends_a_text_beside_another(model: Model) -> None:
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as a program in the foreground has it: a shell's background job has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_text_beside_another(ctrl_c: None, model: Model) -> None:
     with Writer(model, PROMPT) as writer, model.session() as session:
         alone = ids(session)
         for delay in (0.0, 0.003, 0.02, 0.05):
             timer = threading.Timer(delay, signal.raise_signal, (signal.SIGINT,))
             with pytest.raises(KeyboardInterrupt):
                 timer.start()
-                while True:
+                for _ in range(100):
                     ids(session, 3000)
             timer.join()
             n = writer.n_pieces

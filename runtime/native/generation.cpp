@@ -27,7 +27,7 @@ std::string Generation::begin(Session & session, llama_token first) {
 std::optional<std::string> Generation::rounds(Session & session, Turns & turns, double seconds, const std::function<void()> & look) {
     using Clock = std::chrono::steady_clock;
     const auto started = Clock::now();
-    const auto ends = started + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    const auto ends = started + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e9)));
     auto now = started, looked = started;
     const Traffic before = session.traffic();
     const auto count = [&](const Traffic * from) {
