@@ -102,7 +102,7 @@ build_library > "$out/build-library.log" 2>&1 & library=$!
 watch() {  # says how far it is, and stops it when the time is up
     while [ "$(left)" -gt 0 ]; do
         sleep $(($(left) < 30 ? $(left) : 30))
-        step "compiling: $(grep -oE '^\[[0-9]+/[0-9]+\]' "$out/build-library.log" | tail -1)"
+        step "compiling $(grep -oE '^\[[0-9]+/[0-9]+\]' "$out/build-library.log" | tail -1)"
     done
     kill -- "-$library" "-$project" 2> /dev/null
 }
