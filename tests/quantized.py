@@ -232,17 +232,17 @@ METHODS: Mapping[str, tuple[Method, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def quantize_trunk(tensors: Mapping[str, Array], method: Method, n_layers: int) -> tuple[Parts, Parts]:
+def quantize_trunk(tensors: Mapping[str, Array], method: Method, n_layers: int | None) -> tuple[Parts, Parts]:
     """A checkpoint's tensors with the trunk's projections stored by a method, and those with their values in BF16's place.
 
-    Left as they are: what is no `*_proj.weight` matrix with rows of whole groups, and the head.
+    Left as they are: what is no `*_proj.weight` matrix with rows of whole groups, and the head (`n_layers` None: not the head).
     """
     stored: Parts = {}
     plain: Parts = {}
     for name, tensor in tensors.items():
         layer = name.split("layers.")[1].split(".")[0] if "layers." in name else "x"
-        is_trunk = layer.isdigit() and int(layer) < n_layers and "mtp." not in name
-        if is_trunk and name.endswith("_proj.weight") and tensor.ndim == 2 and tensor.shape[1] % 64 == 0:
+        is_stored = n_layers is None or (layer.isdigit() and int(layer) < n_layers and "mtp." not in name)
+        if is_stored and name.endswith("_proj.weight") and tensor.ndim == 2 and tensor.shape[1] % 64 == 0:
             parts, values = method(name, tensor.shape)
             stored |= parts
             plain[name] = values
@@ -308,15 +308,16 @@ SIZES = {
 }
 
 
-def make_quantized(parent: Path, name: str, arch: str = "qwen35", variant: str = "tied") -> tuple[Path, Path]:
-    """A variant's folder with its trunk stored by a method, and one with the same values in F32."""
+def make_quantized(
+    parent: Path, name: str, arch: str = "qwen35", variant: str = "tied", *, with_head: bool = False
+) -> tuple[Path, Path]:
+    """A variant's folder with its trunk (and its head) stored by a method, and one with the same values in F32."""
     method, quantization = METHODS[name]
     config = tiny_config(arch, variant)
     text = config.get("text_config", config)
     text |= {key: size for key, size in SIZES.items() if text.get(key)}
-    stored, plain = quantize_trunk(
-        tiny_tensors(arch, variant, config=config), method, text["num_hidden_layers"]
-    )
+    n_layers = None if with_head else text["num_hidden_layers"]
+    stored, plain = quantize_trunk(tiny_tensors(arch, variant, config=config), method, n_layers)
     quantized = make_checkpoint(
         parent / name, arch, variant, tensors=stored, config=config | {"quantization_config": quantization}
     )

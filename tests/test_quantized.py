@@ -69,6 +69,25 @@ def test_a_quantised_trunk_with_its_head_as_it_was(
         assert ours == theirs
 
 
+@pytest.mark.parametrize(
+    ("arch", "variant"), [("deepseek2", "plain"), ("glm4moe", "air"), ("qwen35", "tied")], ids="-".join
+)
+@pytest.mark.parametrize("name", ["fp8-block", "pack-quantized-4", "gptq-4"])
+def test_a_head_that_is_quantised_like_its_trunk(name: str, arch: str, variant: str, tmp_path: Path) -> None:
+    """As DeepSeek-V3's is, whose checkpoint is FP8 throughout."""
+    quantized, values = make_quantized(tmp_path, name, arch, variant, with_head=True)
+    found, expected = (
+        convert(folder, tmp_path / out, "F32", "F32") for folder, out in ((quantized, "a"), (values, "b"))
+    )
+    for role in ("main", "sidecar"):
+        ours, theirs = (listing(getattr(result, role))["tensors"] for result in (found, expected))
+        assert ours == theirs
+    as_it_was = convert(make_quantized(tmp_path / "c", name, arch, variant)[0], tmp_path / "c", None, "F32")
+    theirs = listing(as_it_was.sidecar)["tensors"]
+    differing = {tensor for tensor in ours if ours[tensor] != theirs[tensor]}
+    assert len(differing) >= 5 and all(tensor.startswith("blk.") for tensor in differing)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_values_equal_the_peers(name: str, tmp_path: Path) -> None:
     """Byte for byte; where the peer keeps NVFP4 whatever type is asked for, ours keeps it when asked for it."""
@@ -352,6 +371,14 @@ def test_awq_layers_that_do_not_fit(
     kept = {name: part for name, part in changed.items() if part is not None}
     with pytest.raises(error, match=match):
         open_checkpoint(folder(tmp_path / "c", kept, quantization | settings))
+
+
+def test_joined_projections_in_fp8_are_refused(tmp_path: Path) -> None:
+    """MiMo-V2.5's lie device by device: read as they stand, their rows would be others'."""
+    quantized, _ = make_quantized(tmp_path, "fp8-block", "mimo2", "joined")
+    with pytest.raises(UnsupportedModel, match=r"qkv_proj\.weight of a quantised .*device by device") as e:
+        convert(quantized, tmp_path / "out")
+    assert "\n" not in str(e.value) and not (tmp_path / "out").exists()
 
 
 def test_scales_without_their_weight(tmp_path: Path) -> None:

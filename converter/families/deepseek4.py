@@ -133,9 +133,11 @@ def n_hashed(config: Config) -> int:
 def layout(config: Config, names: Collection[str]) -> Layout:
     config = published(config)
     hidden, vocabulary = config.integer("hidden_size"), config.integer("vocab_size")
-    if any(name.endswith(".bias_vl") for name in names):
+    seeing = next((name for name in names if name.endswith(".bias_vl")), None)
+    if seeing:
         raise UnsupportedModel(
-            "this checkpoint's experts have a bias for pictures: that variant is not converted here"
+            f"this checkpoint's experts have a bias for pictures ({seeing}), which llama.cpp has no place for: convert the model "
+            f"that reads text alone"
         )
     n_layers, indices = _parts.n_layers_of(config), [] if DSPARK in config else head_indices(names)
     n_head_layers = _parts.one_block(max(indices, default=-1) + 1, "mtp.*")

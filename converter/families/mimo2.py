@@ -3,7 +3,7 @@
 Facts: transformers' modeling_mimo_v2_flash.py and the published checkpoint's own code for its names, llama.cpp's
 src/models/mimo2.cpp for the file's. The blocks of the head are windowed and dense. Their queries, keys and values are
 written as one tensor, since llama.cpp's graph of the head takes nothing else; its own converter leaves them apart.
-V2.5's joined projections in FP8 are sharded by device, and are refused.
+Where those are stored joined and quantised, as in V2.5, they lie device by device, and are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from llama_sidecar.converter.config import Config, Key, checked_integer, checked_number, shared_keys
-from llama_sidecar.converter.errors import BadConfig
+from llama_sidecar.converter.errors import BadConfig, UnsupportedModel
 from llama_sidecar.converter.families import Layout, Placement, Source, Vocabulary, _parts, place
 
 ARCH = "mimo2"
@@ -74,6 +74,11 @@ def _attention(
     n_rows = {"q": n_heads * head, "k": n_kv * head, "v": n_kv * head_v}
     joined = f"{source}qkv_proj.weight"
     if joined in names:
+        if config.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{joined} of a quantised checkpoint is joined device by device, in an order that config.json does not tell: "
+                f"convert the unquantised checkpoint"
+            )
         yield place(f"{target}attn_qkv.weight", joined, sum(n_rows.values()), hidden)
     else:
         parts = {p: Source(f"{source}{p}_proj.weight", (n, hidden)) for p, n in n_rows.items()}
