@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before llama_cpp loads OpenMP: tests share the cores
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,3 +43,13 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT as a program in the foreground has it: a shell's background job has it ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are told to the main thread")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

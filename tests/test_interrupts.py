@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,6 @@ def test_a_command_ends_in_order(
 # Nothing stays loaded
 
 
-@pytest.fixture
-def main_thread() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are told to the main thread")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def struck(monkeypatch: pytest.MonkeyPatch, name: str, free: str, when: Callable[[], object]) -> list[Any]:
     """What a function of llama.cpp makes from now on and what is not freed of it; it calls `when` first."""
     lib, made = llama(), list[Any]()
@@ -119,7 +110,7 @@ def interrupt() -> None:
 
 
 def test_an_interrupted_load_ends_early_and_leaves_no_model(
-    main_thread: None, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+    ctrl_c: None, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = list[int]()
 
@@ -137,7 +128,7 @@ def test_an_interrupted_load_ends_early_and_leaves_no_model(
 
 
 def test_an_interrupted_session_leaves_no_context(
-    main_thread: None, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+    ctrl_c: None, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with load(pair_of("R", "Q8_0").main, ctx=128, threads=1, depth=2) as model:
         for n in (1, 2):  # the target's context, and the drafter's
@@ -166,7 +157,7 @@ def goes_on(model: Model) -> None:
 # call_whole by itself
 
 
-def test_what_came_too_late_is_freed_and_the_maker_is_told(main_thread: None) -> None:
+def test_what_came_too_late_is_freed_and_the_maker_is_told(ctrl_c: None) -> None:
     freed = list[int]()
     for n in range(1, 301):  # now and then the signal comes just before the caller's wait begins
 

@@ -300,26 +300,21 @@ class Interrupted(_native.Pacing):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_in_a_round_leaves_a_usable_session(model: Model) -> None:
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job has it ignored
+def test_ctrl_c_in_a_round_leaves_a_usable_session(ctrl_c: None, model: Model) -> None:
     with model.session() as session:
         session.pace = Interrupted()
         generation = session.generate(PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
         with pytest.raises(KeyboardInterrupt):
             generation.read()
         assert generation.finish_reason == "cancelled"
-        signal.signal(signal.SIGINT, before)
         session.pace = None
         assert ids(session) == plain_ids(model)
 
 
 def test_ctrl_c_ends_a_text_that_is_read_long_before_its_end(
-    pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+    ctrl_c: None, pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "READ_S", 600.0)  # of rounds in one native call
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     n = 30_000
     with load(pair_of("T", "Q8_0").main, ctx=n + 100, threads=1, depth=3) as loaded:
         generation = loaded.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)
@@ -335,7 +330,6 @@ def test_ctrl_c_ends_a_text_that_is_read_long_before_its_end(
         with pytest.raises(KeyboardInterrupt):
             generation.read()
         thread.join()
-        signal.signal(signal.SIGINT, before)
         assert generation.finish_reason == "cancelled"
         assert 100 <= len(generation.tokens) < n / 2
         session = generation._session

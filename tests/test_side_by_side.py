@@ -139,14 +139,6 @@ def test_an_error_reaches_the_thread_whose_round_it_was(
         assert ids(session) == alone
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT as a program in the foreground has it: a shell's background job has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_ends_a_text_beside_another(ctrl_c: None, model: Model) -> None:
     with Writer(model, PROMPT) as writer, model.session() as session:
         alone = ids(session)
