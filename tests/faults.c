@@ -2,7 +2,8 @@
 // concerns files under one folder fail, or kills the process there.
 //
 //   FAULTS="how first folder"      how: k kill before the call, t kill within it (a write is then half done),
-//                                  e<errno> fail from that call on, o<errno> fail that call alone, c only count
+//                                  e<errno> fail from that call on, o<errno> fail that call alone, c only count,
+//                                  i fail every nth call, of a full disk, a read error, no permission and a signal in turn
 //   FAULTS_SORTS="wo..."           which calls count, by the letters below; all that write by default
 //
 // faults_arm() does the same from within, faults_log() has a letter for every call that was counted. Calls that a C library makes
@@ -28,6 +29,8 @@ static char folder[PATH_MAX], sorts[32], seen[1 << 16];
 static char how;          // 0: not armed
 static int wrong;         // errno
 static long first, n_seen;
+
+static const int in_turn[] = {ENOSPC, EIO, EACCES, EINTR};
 
 #define WRITING "owtfrlumd"  // open to write, write, truncate, fsync, rename, link, unlink, make a folder, (un)make one
 
@@ -67,14 +70,14 @@ static int strikes(char sort, const char * path, int fd, int * tears) {
     const long n = ++n_seen;
     if (n < (long) sizeof seen) seen[n - 1] = sort;
     pthread_mutex_unlock(&mutex);
-    const int is_it = how == 'e' ? n >= first : n == first;
+    const int is_it = how == 'e' ? n >= first : how == 'i' ? n % first == 0 : n == first;
     if (!is_it || how == 'c') return 0;
     if (how == 't' && tears != NULL) {
         *tears = 1;
         return 0;
     }
     if (how == 'k' || how == 't') kill(getpid(), SIGKILL);
-    errno = wrong;
+    errno = how == 'i' ? in_turn[n / first % 4] : wrong;
     return 1;
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import http.client
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from conftest import PairOf
-from served import served
+from models import write_pair
+from served import TEMPLATE, served
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.edit import merge
@@ -90,9 +92,52 @@ def test_a_conversion_that_cannot_write_says_so_in_one_line(
     checkpoint, out = make_checkpoint(tmp_path, "qwen35", "tied"), tmp_path / "out"
     done = command(faults, f"e{number} 1 {out}", "convert", checkpoint, "--out", out, sorts=sorts)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and said.format(out=out) in lines[0] and "Traceback" not in done.stderr
+    assert said.format(out=out) in one_error(done)
     assert not out.exists()
+
+
+def one_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The line with which a command gave up."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", ["split", "merge", "graft", "requant"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=["full", "permission"])
+def test_a_command_on_files_that_cannot_write_says_so_in_one_line(
+    faults: Path, name: str, number: int, pair_of: PairOf, tmp_path: Path
+) -> None:
+    pair, out = pair_of("T"), tmp_path / "out"
+    if name == "split":
+        whole = write_pair(tmp_path, recurrent=False, layers=1, embedded=True).main
+        arguments: list[str | Path] = [whole, "--out", out]
+    elif name == "merge":
+        arguments = [pair.main, pair.sidecar, "--out", out / "whole.gguf"]
+    else:
+        arguments = [pair.sidecar, *([pair.main] if name == "graft" else ["--type", "Q8_0"]), "--out", out]
+    sorts = "w" if number == errno.ENOSPC else "o"
+    line = one_error(command(faults, f"e{number} 1 {out}", name, *arguments, sorts=sorts))
+    assert str(out) in line and ("filled up" if number == errno.ENOSPC else "Permission denied") in line
+    assert not out.exists() or not list(out.iterdir())
+
+
+@pytest.mark.parametrize("name", ["inspect", "run", "requant", "convert"])
+def test_a_file_that_may_not_be_read_is_one_line(
+    faults: Path, name: str, pair_of: PairOf, tmp_path: Path
+) -> None:
+    arguments: dict[str, list[str | Path]] = {
+        "inspect": [pair_of("T").main],
+        "run": [pair_of("T").main, "-p", "x", "-n", "1"],
+        "requant": [pair_of("T").sidecar, "--type", "Q8_0", "--out", tmp_path / "out"],
+    }
+    if name == "convert":
+        arguments[name] = [make_checkpoint(tmp_path, "qwen35", "tied"), "--out", tmp_path / "out"]
+    source = Path(arguments[name][0])
+    folder = source if source.is_dir() else source.parent
+    line = one_error(command(faults, f"e{errno.EACCES} 1 {folder}", name, *arguments[name], sorts="O"))
+    assert str(folder) in line and "Permission denied" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
@@ -122,6 +167,57 @@ def test_without_a_cache_the_text_is_the_same(
     assert plain.returncode == done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout and "Traceback" not in done.stderr
     assert not cache.exists()
+
+
+def test_two_programs_share_an_empty_cache(pair_of: PairOf, tmp_path: Path) -> None:
+    """Both measure, cut a head and count at once; what they leave serves a third."""
+    environment = {**os.environ, "LLAMA_SIDECAR_CACHE": str(tmp_path)}
+    options = [
+        "-p",
+        "def f",
+        "-n",
+        "8",
+        "--temp",
+        "0",
+        "--threads",
+        "1",
+        "--ctx",
+        "128",
+        "--draft-vocab",
+        "128",
+    ]
+    run = [sys.executable, "-m", "llama_sidecar.scripts", "run", pair_of("R", "Q8_0").main, *options]
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    texts = []
+    for programs in ([start(), start()], [start()]):
+        for program in programs:
+            text, said = program.communicate(timeout=300)
+            assert program.returncode == 0 and "Traceback" not in said and "error" not in said, said
+            texts.append(text)
+    assert texts[0] and len(set(texts)) == 1
+    assert {entry.sort for entry in CacheFolder(tmp_path).entries()} >= {"heads", "counts", "hashes", "costs"}
+    assert not list(tmp_path.rglob(".*.part"))
+
+
+def test_a_server_lives_with_faults(faults: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short form of scripts/dev/soak.py --faults: every third call that concerns the cache fails, with stops in between."""
+    pytest.importorskip("starlette")
+    soak = runpy.run_path(str(TESTS.parent / "scripts" / "dev" / "soak.py"))
+    for name, value in soak["with_faults"](tmp_path).items():
+        monkeypatch.setenv(name, value)
+    main = write_pair(tmp_path, template=TEMPLATE).main
+    options = ("--slots", "4", "--queue", "8", "--ctx", "1024", "--depth", "2", "--threads", "1")
+    with served(main, *options) as server:
+        with soak["naps"](server.process.pid):
+            report = soak["soak"](server, n_requests=60, n_clients=6)
+        assert [found for found in report.problems() if "memory" not in found] == [], report
+        assert server.process.poll() is None
+    assert not any("Traceback" in line for line in server.log)
 
 
 # Files that change while they are read

@@ -1,23 +1,30 @@
 """Requests of all sorts at a server for a long time, some of which leave half-way: memory stays flat and no slot gets stuck.
 
-    python scripts/dev/soak.py MAIN.gguf [--requests 1000] [--clients 6] [--slots 4]
+    python scripts/dev/soak.py MAIN.gguf [--requests 1000] [--clients 6] [--slots 4] [--faults]
 
 Starts `llama-sidecar serve` at a free port and asks it from several threads: chats and texts, streams and not, long and short,
 bound by a schema, seeded, with mistakes, and every third one is left half-way. At the end every slot must be free and all of the
-rest must be answered; the server's resident memory after a fifth of the requests and at the end is compared. Linux alone.
+rest must be answered; the server's resident memory after a fifth of the requests and at the end is compared. With --faults every
+third call of the server's that concerns its cache fails (tests/faults.c), and it is stopped for a moment each second, as a laptop
+that sleeps. Linux alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
+import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +33,11 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from served import Served, served
 
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 GROWTH = 1.05  # of memory that counts as flat: allocators keep some
 SETTLE_S = 20.0
 TIMEOUT_S = 120.0
+NAP_S = 0.1
 
 
 @dataclass
@@ -114,6 +123,34 @@ def ask(url: str, pick: random.Random, leaves: bool) -> str:
         connection.close()
 
 
+def with_faults(folder: Path) -> dict[str, str]:
+    """What the environment of a process says whose cache, in this folder, fails every third call. Needs a C compiler."""
+    library, cache, source = folder / "faults.so", folder / "cache", TESTS / "faults.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    faults = {"LD_PRELOAD": str(library), "FAULTS": f"i 3 {cache}", "FAULTS_SORTS": "owtfrlumdRO"}
+    return {**faults, "LLAMA_SIDECAR_CACHE": str(cache)}
+
+
+@contextlib.contextmanager
+def naps(pid: int) -> Iterator[None]:
+    """Meanwhile a process is stopped for NAP_S each second, which interrupts what it waits for."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        while not over.wait(1):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(NAP_S)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
     """Asks a running server so many requests from so many threads, and waits for the slots."""
     pid = server.process.pid
@@ -155,9 +192,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--faults", action="store_true")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is not left behind
-    with served(options.main, "--slots", str(options.slots), "--queue", "8", "--ctx", "1024") as server:
+    with contextlib.ExitStack() as stack:
+        if options.faults:
+            os.environ.update(with_faults(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        arguments = ("--slots", str(options.slots), "--queue", "8", "--ctx", "1024")
+        server = stack.enter_context(served(options.main, *arguments))
+        if options.faults:
+            stack.enter_context(naps(server.process.pid))
         report = soak(server, n_requests=options.requests, n_clients=options.clients)
     code = server.process.returncode
     first, early, last = (report.memory_mib[i] for i in (0, len(report.memory_mib) // 5, -1))
