@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_sidecar.sidecars import GGUFHeader
+from llama_sidecar.sidecars.keys import block_of
 from llama_sidecar.sidecars.memory import layer_cache_bytes
 
 from .errors import LoadError
@@ -190,9 +191,9 @@ def n_gpu_layers(
     per_layer = [0] * n_layers
     rest = 0
     for name, info in main.tensors.items():
-        part = name.split(".")
-        if part[0] == "blk" and int(part[1]) < n_layers:
-            per_layer[int(part[1])] += info.n_bytes
+        block = block_of(name)
+        if block and block[0] < n_layers:
+            per_layer[block[0]] += info.n_bytes
         elif name != "token_embd.weight":
             rest += info.n_bytes
     state = layer_cache_bytes(

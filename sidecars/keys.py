@@ -6,6 +6,8 @@ ours; llama.cpp ignores keys it does not know. This module knows no values.
 
 from __future__ import annotations
 
+import re
+
 ARCHITECTURE = "general.architecture"
 NAME = "general.name"
 SIZE_LABEL = "general.size_label"
@@ -78,3 +80,15 @@ NEXTN_ENORM = "blk.{i}.nextn.enorm.weight"
 NEXTN_HNORM = "blk.{i}.nextn.hnorm.weight"
 NEXTN_EMBED_TOKENS = "blk.{i}.nextn.embed_tokens.weight"
 NEXTN_SHARED_HEAD_HEAD = "blk.{i}.nextn.shared_head_head.weight"
+
+_BLOCK = re.compile(r"blk\.([0-9]{1,9})\.(.+)")
+
+
+def block_of(name: str) -> tuple[int, str] | None:
+    """The number of a tensor's block and the tensor's name in it; None for one that is of no block.
+
+    >>> block_of("blk.3.attn_q.weight"), block_of("output.weight")
+    ((3, 'attn_q.weight'), None)
+    """
+    found = _BLOCK.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None

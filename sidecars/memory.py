@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from llama_sidecar.sidecars import compact
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
+from llama_sidecar.sidecars.keys import block_of
 
 WINDOW_PADDING = (
     256  # cells, to which the cache of a sliding window is rounded up, and that of compressed positions
@@ -152,9 +153,8 @@ def layer_caches(arch: str, keys: Mapping[str, Any], names: Collection[str], con
     """The same, keys and values apart from states."""
     parts: dict[int, set[str]] = {}
     for name in names:
-        if name.startswith("blk."):
-            _, number, part = name.split(".", 2)
-            parts.setdefault(int(number), set()).add(part)
+        if found_in := block_of(name):
+            parts.setdefault(found_in[0], set()).add(found_in[1])
     layer = _Layers(arch, keys)
     n_ctx, bits, n_states = context.n_ctx, context.cache_bits, 1 + context.n_slots
     found = []
@@ -184,12 +184,12 @@ def compute_bytes(contents: Contents, context: Context, blocks: range | None = N
     n_embd = layer.value("embedding_length", 0)
     widths, heads, is_indexed = dict.fromkeys(blocks, 0), 0, False
     for name, size in contents.tensors.items():
-        i, _, part = name.removeprefix("blk.").partition(".")
-        if not name.startswith("blk.") or int(i) not in widths or "conv" in part:
+        i, part = block_of(name) or (-1, "")
+        if i not in widths or "conv" in part:
             continue
         n_used = layer.value("expert_used_count", 1) if EXPERTS in part else 1
-        widths[int(i)] += size.n_out * n_used
-        is_indexed |= part.startswith("indexer.") and int(i) < layer.n_trunk
+        widths[i] += size.n_out * n_used
+        is_indexed |= part.startswith("indexer.") and i < layer.n_trunk
     caches = layer_caches(contents.arch, contents.keys, contents.tensors, context)
     attending = [i for i in blocks if i < len(caches) and caches[i].kv]
     n_cells = {
@@ -332,8 +332,8 @@ def _of_blocks(contents: Contents, blocks: range, context: Context) -> Cache:
 
 def _head_bytes(main: Contents) -> int:
     """Of the blocks behind the trunk, which nothing reads that does not draft with them."""
-    numbered = ((name.split(".")[1], size) for name, size in main.tensors.items() if name.startswith("blk."))
-    return sum(size.n_bytes for i, size in numbered if int(i) >= main.n_trunk)
+    numbered = ((block_of(name), size) for name, size in main.tensors.items())
+    return sum(size.n_bytes for block, size in numbered if block and block[0] >= main.n_trunk)
 
 
 def _padded(n_cells: int) -> int:

@@ -309,7 +309,6 @@ def _check_tensor_types(header: GGUFHeader) -> None:
             )
 
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _Parts = frozenset[str]
 
 
@@ -317,8 +316,8 @@ def _check_blocks(header: GGUFHeader) -> None:
     """Blocks of one sort have the same parts: llama.cpp takes many for optional and then uses them all the same."""
     blocks: dict[int, set[str]] = {}
     for name in header.tensors:
-        if found := _BLOCK.fullmatch(name):
-            blocks.setdefault(int(found[1]), set()).add(found[2])
+        if found := keys.block_of(name):
+            blocks.setdefault(found[0], set()).add(found[1])
     n_trunk = header.uint(keys.BLOCK_COUNT, default=0) - header.uint(keys.NEXTN_PREDICT_LAYERS, default=0)
     for members in (
         {i: b for i, b in blocks.items() if i < n_trunk},

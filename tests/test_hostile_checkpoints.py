@@ -203,6 +203,25 @@ def test_a_value_of_another_form_is_one_line(name: str, key: str, tmp_path: Path
     assert key in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_theta"],
+)
+def test_a_rotation_of_nonsense_is_one_line(name: str) -> None:
+    """Scaled as Llama 3's is: nothing is divided by what is no number, or zero. Found by scripts/dev/fuzz/readers.py."""
+    sound = tiny_config("step35", "plain")
+    rope = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
+    for value in (None, "", "x", [], 0, float("nan"), 10**400, "9" * 5000):
+        at_root = name == "rope_theta"
+        changed = {"rope_scaling": rope if at_root else rope | {name: value}} | (
+            {name: value} if at_root else {}
+        )
+        with contextlib.suppress(ConversionError):
+            families()["step35"].layout(Config(sound | changed), ())
+        with contextlib.suppress(ConversionError):
+            families()["step35"].keys(Config(sound | changed | {"moe_layers_enum": value}), 0)
+
+
 def test_an_importance_matrix_that_ends_within_a_number_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "imatrix.dat"
     name = b"blk.0.a.weight"

@@ -22,7 +22,9 @@ from checkpoints import has_head, make_checkpoint
 from gguf_edit import Edit
 
 from llama_sidecar.converter import convert
+from llama_sidecar.runtime.placement import n_gpu_layers
 from llama_sidecar.sidecars import LlamaSidecarError, errors, open_main, open_sidecar
+from llama_sidecar.sidecars.memory import Contents, Context, compute_bytes, memory
 
 MISSING, TYPE, WRONG = errors.MissingTensors, errors.BadTensorType, errors.WrongKey
 F64, I8, BF16, F16, Q8_1 = 28, 24, 30, 1, 9
@@ -326,3 +328,20 @@ def test_written_again_without_edits_it_is_opened(
     name: str, sound: Callable[[str], Path], tmp_path: Path
 ) -> None:
     opened(gguf_edit.read(sound(name)).write(tmp_path / "main.gguf"), name)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.2znextn.enorm.weight", "blk.", "blk.x.y", "blk.-1.a", f"blk.{'9' * 40}.a", "blk"]
+)
+def test_a_tensor_of_no_block_is_no_reason_to_stop(
+    name: str, sound: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What a model takes is counted before llama.cpp sees it, and says that it does not know the tensor. Found by readers.py."""
+    path = tmp_path / "x.gguf"
+    gguf_edit.read(sound("R")).apply(["copy", "output_norm.weight", name]).write(path)
+    main = open_main(path)
+    options: dict[str, Any] = {"free_bytes": 1 << 30, "n_ctx": 64, "cache_bits": 16, "n_slots": 2}
+    options["drafter_bytes"] = 0
+    assert n_gpu_layers(main.header, **options) == n_gpu_layers(open_main(sound("R")).header, **options)
+    contents = Contents.of(main.header)
+    assert memory(contents, Context(64)).main == contents.n_bytes and compute_bytes(contents, Context(64)) > 0

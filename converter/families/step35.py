@@ -35,8 +35,7 @@ def canonical(name: str) -> str:
 def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     n_blocks = _parts.n_layers_of(config) + n_head_layers
     is_windowed = _is_windowed(config, n_blocks)
-    theta = config["rope_theta"]
-    thetas = theta if isinstance(theta, list) and theta else [theta]
+    thetas = _thetas(config)
     plain = Config(
         dict(config) | {
             "num_key_value_heads": config["num_attention_groups"], "rope_theta": thetas[0],
@@ -74,6 +73,12 @@ def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     return shared_keys(plain, ARCH, n_blocks) | {f"{ARCH}.{name}": value for name, value in own.items()}
 
 
+def _thetas(config: Config) -> list[Any]:
+    """The rotary base of all layers, or one for each block; what it is worth is not checked."""
+    theta = config["rope_theta"]
+    return theta if isinstance(theta, list) and theta else [theta]
+
+
 def _is_windowed(config: Config, n_blocks: int) -> list[bool]:
     """Which blocks look at a window; `layer_types` goes on for the head's, which are full where it does not."""
     types = config.get("layer_types") or []
@@ -96,7 +101,7 @@ def _n_heads(config: Config, is_windowed: bool) -> tuple[int, int]:
 def _mixed(config: Config) -> set[int]:
     """Which blocks have experts: `moe_layers_enum`, numbers with commas between them."""
     said = config.get("moe_layers_enum") or ""
-    if not isinstance(said, str) or not re.fullmatch(r"\s*(\d+(\s*,\s*\d+)*)?\s*", said):
+    if not isinstance(said, str) or not re.fullmatch(r"\s*([0-9]{1,4}(\s*,\s*[0-9]{1,4})*)?\s*", said):
         raise BadConfig(
             f"config.json has moe_layers_enum = {said!r}; expected numbers with commas between them"
         )
@@ -108,13 +113,18 @@ def rotary_factors(config: Config) -> tuple[float, ...] | None:
     rope = config.rope
     if str(rope.get("rope_type", "")).lower() != "llama3":
         return None
-    theta = config["rope_theta"]
-    base, head = (theta[0] if isinstance(theta, list) else theta), config.integer("head_dim")
+    base, head = checked_number("rope_theta", _thetas(config)[0]), config.integer("head_dim")
     n_rotary = head // 2  # llama.cpp rotates half of a head in full layers
     factor, low, high = (
-        checked_number(n, rope[n]) for n in ("factor", "low_freq_factor", "high_freq_factor")
+        checked_number(n, rope.get(n)) for n in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    n_trained = checked_number("original_max_position_embeddings", rope["original_max_position_embeddings"])
+    n_trained = checked_number(
+        "original_max_position_embeddings", rope.get("original_max_position_embeddings")
+    )
+    if not (base and factor and high > low):
+        raise BadConfig(
+            f"config.json has rope scaling {dict(rope)!r}; expected factors above 0 and a higher high_freq_factor"
+        )
     frequencies = 1.0 / np.float32(base) ** (np.arange(0, n_rotary, 2, dtype=np.float32) / n_rotary)
     factors = []
     for frequency in frequencies.tolist():
