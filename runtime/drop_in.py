@@ -7,12 +7,13 @@ here, drop_in_arguments.py says.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -453,8 +454,7 @@ class Llama:
         text = text_before(b"".join(map(self._model.vocab.piece, tokens)), request.stop_bytes)
         logprobs = None
         if request.wants_logprobs:
-            found = generation.logprobs
-            each = [self._logprobs_of(request, tokens, i, found[i]) for i in range(len(tokens))]
+            each = list(self._spelled_logprobs(request, generation.logprobs))
             logprobs = {name: [one[name][0] for one in each] for name in _LOGPROBS}
         if request.echo:
             text = f"{request.prompt}{text}"
@@ -469,12 +469,11 @@ class Llama:
         generation = self._start(request)
         try:
             pieces = (self._model.vocab.piece(piece.token) for piece in generation.pieces())
-            logprobs: list[TokenLogprobs] = []
+            spelled, n_spelled = self._spelled_logprobs(request, _growing(generation)), 0
             for i, text in chunks(pieces, request.stop_bytes, join=not request.wants_logprobs):
                 found = None
-                if request.wants_logprobs:
-                    logprobs = logprobs if i < len(logprobs) else generation.logprobs
-                    found = self._logprobs_of(request, generation.tokens, i, logprobs[i])
+                while request.wants_logprobs and n_spelled <= i:
+                    found, n_spelled = next(spelled), n_spelled + 1
                 yield request.chunk(text, found)
             generation.read()  # behind a stop string there is nothing but its end
             yield request.chunk("", None, generation.finish_reason)
@@ -482,20 +481,21 @@ class Llama:
             generation.close()
             self._stats = generation.stats
 
-    def _logprobs_of(
-        self, request: _Request, tokens: Sequence[int], i: int, found: TokenLogprobs
-    ) -> dict[str, list[Any]]:
-        """Of one token, in the lists of OpenAI's form."""
+    def _spelled_logprobs(
+        self, request: _Request, found: Iterable[TokenLogprobs]
+    ) -> Iterator[dict[str, list[Any]]]:
+        """Of one token after another, in the lists of OpenAI's form."""
+        piece = self._model.vocab.piece
 
         def spelled(token: int) -> str:
-            return self._model.vocab.piece(token).decode("utf-8", "ignore")
+            return piece(token).decode("utf-8", "ignore")
 
-        before = b"".join(map(self._model.vocab.piece, tokens[:i])).decode("utf-8", "ignore")
-        top = {spelled(token): logprob for token, logprob in found.top} | {
-            spelled(found.token): found.logprob
-        }
-        values = (spelled(found.token), len(request.prompt) + len(before), found.logprob, top)
-        return {name: [value] for name, value in zip(_LOGPROBS, values, strict=True)}
+        n_text, decoder = len(request.prompt), codecs.getincrementaldecoder("utf-8")("ignore")
+        for one in found:
+            top = {spelled(token): logprob for token, logprob in one.top} | {spelled(one.token): one.logprob}
+            values = (spelled(one.token), n_text, one.logprob, top)
+            yield {name: [value] for name, value in zip(_LOGPROBS, values, strict=True)}
+            n_text += len(decoder.decode(piece(one.token)))
 
     def _own_formats(self) -> dict[str, Callable[..., Any]]:
         """The chat templates of the file, under llama-cpp-python's names."""
@@ -591,3 +591,11 @@ def _handler_of(source: str, eos: str, bos: str) -> Callable[..., Any]:
 
     handler: Callable[..., Any] = chat_formatter_to_chat_completion_handler(write)
     return handler
+
+
+def _growing(generation: Generation) -> Iterator[TokenLogprobs]:
+    """Of one token after another, as the text grows; for who asks for no more than there are."""
+    n = 0
+    while new := generation.logprobs_from(n):
+        n += len(new)
+        yield from new

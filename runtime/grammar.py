@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import PromptError
+from .schema_rules import IntegerBounds, check_followed
 
 MAX_NESTING = 2_000  # parentheses within each other; each takes stack, of which a thread may have half a MiB
 MAX_RULES = 5_000  # names may lead from rule to rule in a chain as long, which takes stack, too
@@ -71,7 +72,7 @@ def schema_grammar(schema: Mapping[str, Any] | str | bool) -> str:
         schema: an object, its JSON, or True for any JSON object.
 
     Raises:
-        PromptError: it is no JSON of an object, repeats more than can be written out, or uses what the converter does not know.
+        PromptError: it is no JSON of an object, repeats more than can be written out, or asks for what the converter leaves out.
 
     Example:
         >>> "root ::=" in schema_grammar({"type": "integer"})
@@ -89,7 +90,9 @@ def schema_grammar(schema: Mapping[str, Any] | str | bool) -> str:
         for name, n in _repetitions(found):
             if n > MAX_REPETITIONS:
                 raise PromptError(f"the JSON schema's {name} is above {MAX_REPETITIONS:,}, the most here")
-        return str(json_schema_to_gbnf(json.dumps(found)))
+        check_followed(found, found)
+        bounds = IntegerBounds()
+        return bounds.put_in(str(json_schema_to_gbnf(json.dumps(bounds.taken_out(found)))))
     except RecursionError:
         raise PromptError("the JSON schema nests too deeply") from None
     except PromptError:

@@ -233,7 +233,11 @@ class Chooser:
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """Of the tokens chosen so far, where they are kept; also after its end."""
-        found = self._recorder.found if self._recorder is not None else []
+        return self.logprobs_from(0)
+
+    def logprobs_from(self, start: int) -> list[TokenLogprobs]:
+        """The same from the `start`th token on: a stream does not copy all of them with every piece."""
+        found = self._recorder.found(start) if self._recorder is not None else []
         return [TokenLogprobs(one.token, one.logprob, one.top) for one in found]
 
     def close(self) -> None:

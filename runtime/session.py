@@ -332,6 +332,11 @@ class Session:
         return not self._natives
 
     @property
+    def held(self) -> list[int]:
+        """Token ids that the session holds, of the last prompt and its text; empty while that is uncertain."""
+        return list(self._history or ())
+
+    @property
     def n_restores(self) -> int:
         """How often a rewind needed the checkpoint, for want of rollback slots."""
         self._check_open()
@@ -553,6 +558,14 @@ class Generation(Iterator[str]):
     def logprobs(self) -> list[TokenLogprobs]:
         """Of each of `tokens`, where they were asked for, else empty: natural logarithms, before any sampler."""
         return self._request.chooser.logprobs[: len(self.tokens)]
+
+    def logprobs_from(self, start: int) -> list[TokenLogprobs]:
+        """`logprobs` from the `start`th token on: a stream need not copy all of them with every piece.
+
+        Example:
+            >>> generation.logprobs_from(10)                                     # doctest: +SKIP
+        """
+        return self._request.chooser.logprobs_from(start)[: max(0, len(self.tokens) - start)]
 
     @property
     def stats(self) -> Stats:

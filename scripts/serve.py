@@ -109,7 +109,7 @@ def command(
     if api_key is not None and (not api_key.strip() or not api_key.isascii() or api_key != api_key.strip()):
         raise click.UsageError("--api-key: letters, digits and signs of ASCII are expected")
     with bind(host, port) as bound:
-        if not is_loopback(host):
+        if not is_loopback(bound):
             key = "whoever has the key" if api_key else "anyone: --api-key keeps others out"
             note(f"{host} is not this machine alone: the model answers {key}, unencrypted")
         with open_model() as model:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from llama_sidecar.runtime import (
 from llama_sidecar.runtime.grammar import MAX_NESTING, MAX_RULES, check_gbnf, schema_grammar
 from llama_sidecar.runtime.library import llama
 from llama_sidecar.runtime.sampling import MAX_SEED, file_defaults
+from llama_sidecar.runtime.schema_rules import integer_gbnf
 from llama_sidecar.runtime.weights import make_target_context
 from llama_sidecar.scripts.run import command
 
@@ -247,6 +249,29 @@ def test_a_schema_may_be_text_or_an_object() -> None:
         ({"json_schema": {"properties": [1]}}, "converter does not know its form"),
         ({"json_schema": {"enum": []}}, "JSON schema cannot be used: the grammar"),
         ({"json_schema": {"type": "nonsense"}}, "nonsense"),
+        ({"json_schema": {"type": "number", "minimum": 0}}, "schema's minimum cannot be followed"),
+        (
+            {"json_schema": {"properties": {"a": {"type": "array", "minItems": 1}}}},
+            "minItems at /properties/a cannot",
+        ),
+        ({"json_schema": {"type": "array", "items": {}, "uniqueItems": True}}, "uniqueItems cannot"),
+        ({"json_schema": {"type": "object", "required": ["a"]}}, "required cannot"),
+        ({"json_schema": {"properties": {"a": {}}, "required": ["b"]}}, "requires 'b', which is none"),
+        ({"json_schema": {"properties": {"a": {}}, "anyOf": [{"type": "null"}]}}, "properties cannot"),
+        (
+            {"json_schema": {"allOf": [{"$ref": "#/$defs/E"}], "$defs": {"E": {"enum": [1]}}}},
+            "allOf joins other",
+        ),
+        ({"json_schema": {"not": {"type": "null"}}}, "not cannot"),
+        ({"json_schema": {"type": ["string", "null"], "maxLength": 3}}, "maxLength cannot"),
+        ({"json_schema": {"type": "string", "pattern": "^a*$", "minLength": 3}}, "minLength cannot"),
+        (
+            {"json_schema": {"prefixItems": [{"type": "null"}], "maxItems": 0}},
+            "not the number of its items, 1",
+        ),
+        ({"json_schema": {"type": "integer", "multipleOf": 3}}, "multipleOf cannot"),
+        ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "leave no whole number"),
+        ({"json_schema": {"type": "integer", "minimum": 0.5}}, "of a whole number are none"),
         ({"grammar": GRAMMAR, "json_schema": SCHEMA}, "both"),
         ({"logit_bias": {256: 1.0}}, "outside the vocabulary of 256"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
@@ -283,6 +308,45 @@ def test_only_grammars_that_llama_cpp_does_not_survive_are_refused() -> None:
     for text in (nested, chain, 'root ::= ("a"){10, 9}', f'root ::= "a"{{1{10**4000},{10**4000}}}'):
         with pytest.raises(PromptError):
             check_gbnf(text)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0, 0),
+        (0, 9),
+        (0, 12),
+        (7, 7),
+        (3, 1234),
+        (10, 99),
+        (99, 100),
+        (5, 5000),
+        (-3, 1),
+        (-120, -7),
+        (-10, 250),
+        (1000, 1099),
+    ],
+)
+def test_bounds_of_a_whole_number_leave_these_numbers_and_no_others(low: int, high: int) -> None:
+    parts = integer_gbnf(low, high).split(" | ")
+    pattern = "|".join(part.replace('"', "").replace(" ", "") for part in parts)
+    found = [n for n in range(-6000, 6000) if re.fullmatch(pattern, str(n))]
+    assert found == list(range(low, high + 1))
+    assert not re.fullmatch(pattern, "00") and not re.fullmatch(pattern, "-0")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "low", "high"), [({"minimum": 0}, 0, 10**15), ({"exclusiveMinimum": 4, "maximum": 17}, 5, 17)]
+)
+def test_a_bounded_number_of_a_schema_is_within_its_bounds(
+    model: Model, bounds: dict[str, int], low: int, high: int
+) -> None:
+    schema = {"properties": {"n": {"type": "integer", **bounds}}, "required": ["n"]}
+    with model.session() as session:
+        for seed in range(8):
+            text = session.generate(PROMPT, max_tokens=60, json_schema=schema, temperature=1.5, seed=seed)
+            text.read()
+            assert text.finish_reason == "stop" and low <= json.loads(text.text)["n"] <= high
 
 
 def test_what_a_schema_holds_as_a_value_repeats_nothing() -> None:

@@ -25,10 +25,12 @@ from served import HELLO, TEMPLATE, Served, served
 from llama_sidecar.scripts.__main__ import cli
 
 pytest.importorskip("starlette")
+from llama_sidecar.runtime.server.serve import N_CONNECTIONS
 
 ROOT = Path(__file__).parents[1]
 LONG = {"messages": HELLO, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 3}
+DRAIN_S = 240  # far longer than ending takes, on however slow a machine
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +175,8 @@ def test_a_client_that_leaves_frees_its_slot(server: Served) -> None:
     before = server.gauge("cancelled_total")
     with running(server):
         assert server.gauge("slots_busy") == 1
-    left = time.monotonic()
-    wait_until(lambda: server.gauge("slots_busy") == 0, 10)
-    assert time.monotonic() - left < 5 and server.gauge("cancelled_total") == before + 1
+    wait_until(lambda: server.gauge("slots_busy") == 0)
+    assert server.gauge("cancelled_total") == before + 1, "it did not write on to the end"
     assert server.chat(**SHORT)["usage"]["completion_tokens"] == 3
 
 
@@ -203,13 +204,18 @@ def test_a_flood_is_told_to_come_back_and_others_are_served(server: Served) -> N
         status, _, headers = server.request("/v1/chat/completions", {**SHORT, "user": "flood"})
         found.append((status, headers))
 
-    with running(server, user="flood"):
-        threads = [threading.Thread(target=ask) for _ in range(8)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running(server, user="flood"))
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        wait_until(lambda: server.gauge("waiting") == 1)  # the one place is taken
+        threads = [threading.Thread(target=ask) for _ in range(7)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: len(found) == 7)
-    for thread in threads:
-        thread.join()
+        for thread in threads:
+            thread.join()
+        assert server.gauge("slots_busy") == 1 and waiting.is_alive(), "all were refused at once"
+    waiting.join()
     statuses = [status for status, _ in found]
     assert sorted(statuses) == [200] + [429] * 7
     retry = [int(headers["retry-after"]) for status, headers in found if status == 429]
@@ -284,16 +290,17 @@ def test_the_drain_has_a_deadline(main: Path) -> None:
         with running(server, max_tokens=4000) as stream:
             server.process.send_signal(signal.SIGTERM)
             text = stream.read().decode()
+        # Cancelled, unless the machine stood still until the whole text was written.
         assert "the server is shutting down" in text and text.endswith("data: [DONE]\n\n")
         assert server.process.wait(30) == 0
 
 
 def test_an_idle_server_ends_at_once(main: Path) -> None:
-    with served(main, "--spec-type", "none", "--ctx", "512", "--threads", "1") as server:
+    options = ("--spec-type", "none", "--ctx", "512", "--threads", "1", "--drain", str(DRAIN_S))
+    with served(main, *options) as server:
         server.chat(**SHORT)
-        began = time.monotonic()
         os.kill(server.process.pid, signal.SIGINT)
-        assert server.process.wait(30) == 0 and time.monotonic() - began < 15
+        assert server.process.wait(DRAIN_S / 2) == 0, "it waited for answers, although there are none"
 
 
 def test_an_address_that_cannot_be_had_is_told_before_the_model_is_loaded(main: Path) -> None:
@@ -308,6 +315,43 @@ def test_a_server_for_others_says_so(main: Path) -> None:
     with served(main, "--host", "0.0.0.0", "--spec-type", "none", "--ctx", "512", "--threads", "1") as server:
         assert server.request("/v1/models", Host="box.lan:8080")[0] == 200
     assert any("not this machine alone" in line and "--api-key" in line for line in server.log)
+
+
+@pytest.mark.parametrize("host", ["127.1", "127.0.0.2", "LocalHost"])
+def test_this_machine_is_known_however_it_is_called(main: Path, host: str) -> None:
+    with served(main, "--host", host, "--spec-type", "none", "--ctx", "512", "--threads", "1") as server:
+        assert server.request("/v1/models")[0] == 200
+        assert server.request("/v1/models", Host=host)[0] == 200
+        assert server.request("/v1/models", Host="attacker.example")[0] == 403
+    assert not any("not this machine alone" in line for line in server.log)
+
+
+def test_more_connections_than_there_may_be_are_told_so_and_those_there_are_go_on(server: Served) -> None:
+    """With one slot and one place in the queue."""
+    place = urlsplit(server.url)
+    address = (str(place.hostname), int(place.port or 0))
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def answer(connection: socket.socket) -> bytes:
+        connection.settimeout(60)
+        connection.sendall(ask)
+        return connection.recv(4096)
+
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(address)) for _ in range(N_CONNECTIONS + 2)
+        ]
+        beyond = stack.enter_context(socket.create_connection(address))
+        refused = answer(beyond)
+        assert refused.startswith(b"HTTP/1.1 503") and b"the server has more connections" in refused
+        assert answer(connections[0]).startswith(b"HTTP/1.1 200")
+
+    def is_free() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(address) as again:
+            return answer(again).startswith(b"HTTP/1.1 200")
+        return False
+
+    wait_until(is_free)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

@@ -94,6 +94,14 @@ def test_what_finds_no_slot_waits_and_beyond_that_is_refused(pool: Pool) -> None
     assert running[1].job.generation.finish_reason == "cancelled"
 
 
+def test_a_slot_holds_what_was_read_of_a_prompt_that_was_cancelled(model: Model, pool: Pool) -> None:
+    with model.turns:  # so that it cannot begin
+        asked = Asked(pool, list(range(1, 200))).until("started")
+        pool.cancel(asked.job)
+    asked.until("ended")
+    assert [slot.held for slot in pool.slots] == [slot.session.held for slot in pool.slots] == [[], []]
+
+
 def test_a_job_that_is_cancelled_while_it_waits_never_runs(pool: Pool) -> None:
     running = [Asked(pool, [i, 2, 3], 4000).until("started") for i in (1, 2)]
     waiting = Asked(pool, [3, 2, 3])

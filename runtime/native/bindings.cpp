@@ -173,7 +173,7 @@ NB_MODULE(_native, m) {
         .def_ro("top", &TokenLogprobs::top);
     nb::class_<LogprobsChooser, Chooser>(m, "LogprobsChooser", "Chooses as `inner` does, and remembers how likely that was.")
         .def(nb::init<Chooser &, int32_t>(), nb::keep_alive<1, 2>(), "inner"_a, "n_top"_a)
-        .def_prop_ro("found", &LogprobsChooser::found);
+        .def("found", &LogprobsChooser::found, "start"_a = 0, "Of the tokens from the `start`th on.");
     m.def("coin_chooser", &coin_chooser, "p_accept"_a, "seed"_a);
     m.def("forced_chooser", &forced_chooser, "tokens"_a, "Chooses these tokens, whatever the logits are.");
 

@@ -288,9 +288,9 @@ llama_token LogprobsChooser::choose(const float * logits, int32_t n_vocab, llama
     return token;
 }
 
-std::vector<TokenLogprobs> LogprobsChooser::found() const {
+std::vector<TokenLogprobs> LogprobsChooser::found(size_t start) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return found_;
+    return {found_.begin() + std::ptrdiff_t(std::min(start, found_.size())), found_.end()};
 }
 
 }  // namespace sidecar

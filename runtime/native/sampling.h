@@ -91,8 +91,8 @@ class LogprobsChooser final : public Chooser {
     llama_token choose(const float * logits, int32_t n_vocab, llama_token drafted) override;
     Picker * picker() override { return inner_.picker(); }
     void observe(int32_t n_tokens, double seconds) override { inner_.observe(n_tokens, seconds); }
-    // Of every token chosen so far. From any thread.
-    std::vector<TokenLogprobs> found() const;
+    // Of the tokens chosen so far from the `start`th on. From any thread.
+    std::vector<TokenLogprobs> found(size_t start) const;
 
   private:
     Chooser & inner_;

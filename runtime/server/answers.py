@@ -99,7 +99,7 @@ class Answer:
         pieces = [piece for piece in news if isinstance(piece, Piece)]
         found: list[TokenLogprobs] = []
         if self._request.has_logprobs and pieces:
-            found = generation.logprobs[self._n_tokens : self._n_tokens + len(pieces)]
+            found = generation.logprobs_from(self._n_tokens)[: len(pieces)]
         self._n_tokens += len(pieces)
         return pieces, found
 

@@ -41,6 +41,7 @@ PING_S = 15.0  # after which a stream that has nothing to say shows that it live
 BODY_S = 30.0  # that a client may take to send its body
 MAX_DEPTH = 64  # of lists and objects within each other in a body
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+BUSY = "the server has more connections than it takes: try again later"
 _PUBLIC = ("/", "/health")
 _PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
 _TOO_DEEP = f"the body has more than {MAX_DEPTH} lists and objects within each other, the most here"

@@ -266,8 +266,7 @@ class Pool:
         while (job := slot.inbox.get()) is not None:
             began = time.monotonic()
             job.run(slot.session)
-            if job.generation is not None:
-                slot.held = [*job.request.tokens, *job.generation.tokens]
+            slot.held = slot.session.held
             try:
                 self._on_end(job)
             except Exception:  # whatever is made of what has ended, the slot goes on

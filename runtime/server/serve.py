@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import json
 import math
 import os
 import signal
@@ -17,18 +18,29 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..errors import LoadError
 from ..llm import Model
-from .app import LOOPBACK, Limits, make_app
+from .app import BUSY, LOOPBACK, Limits, make_app
+from .errors import RequestError
 from .metrics import Metrics
 from .pool import Job, Pool
 
 DRAIN_S = 20.0
 N_BODY_BYTES = 8 * 2**20
+N_CONNECTIONS = 256  # beside those that are answered or wait; a process often may have 1,024 files open
+SILENT_S = 30.0  # that a connection may be open without asking anything
 SWITCH_S = 0.0005  # CPython's threads change places as often: a round that has ended waits no longer for a response to be written
+
+_BUSY_BODY = json.dumps(RequestError(BUSY, status=503).body()).encode()
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY_BODY), _BUSY_BODY)
+)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -64,16 +76,19 @@ def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a host.
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether only this machine can reach a bound socket, whatever its address was called.
 
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("localhost")
-    (True, True, False, True)
+    >>> with bind("localhost", 0) as inside, bind("0.0.0.0", 0) as outside:
+    ...     is_loopback(inside), is_loopback(outside)
+    (True, False)
     """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return _address(bound).is_loopback
+
+
+def _address(bound: socket.socket) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def url_of(bound: socket.socket) -> str:
@@ -132,38 +147,67 @@ def serve(
             metrics.count_answer(job.generation.stats, waited_s=job.waited_s, cancelled=cancelled)
 
     pool = Pool(model, n_slots=slots, n_waiting=queue, on_end=count)
-    names = (*LOOPBACK, host, *allow_hosts)
-    hosts = tuple(name.lower() for name in names) if is_loopback(host) and api_key is None else ()
-    app = make_app(
-        pool,
-        model_id=model_id or model.main.path.stem,
-        names=(model.main.path.name,),
-        limits=Limits(
-            n_prompt=min(max_prompt or model.n_ctx, model.n_ctx),
-            n_body_bytes=max_body_bytes,
-            hosts=hosts,
-            api_key=api_key,
-            origins=allow_origins,
-        ),
-        metrics=metrics,
-    )
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(drain_s)
-        + 5,  # of clients that do not read what is written to them
-        lifespan="on",
-        ws="none",
-    )
     before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_S))
     try:
+        names = (*LOOPBACK, str(_address(bound)), host, *allow_hosts)
+        hosts = tuple(name.lower() for name in names) if is_loopback(bound) and api_key is None else ()
+        app = make_app(
+            pool,
+            model_id=model_id or model.main.path.stem,
+            names=(model.main.path.name,),
+            limits=Limits(
+                n_prompt=min(max_prompt or model.n_ctx, model.n_ctx),
+                n_body_bytes=max_body_bytes,
+                hosts=hosts,
+                api_key=api_key,
+                origins=allow_origins,
+            ),
+            metrics=metrics,
+        )
+        config = uvicorn.Config(
+            app,
+            http=_limited(N_CONNECTIONS + slots + queue),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(drain_s)
+            + 5,  # of clients that do not read what is written to them
+            lifespan="on",
+            ws="none",
+        )
+        sys.setswitchinterval(min(before, SWITCH_S))
         asyncio.run(_Server(config, pool, drain_s, on_ready).serve(sockets=[bound]))
     finally:
         sys.setswitchinterval(before)
         pool.close()
+
+
+def _limited(n_most: int) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which tells more than so many connections that they are too many, and closes those that ask nothing."""
+    base: Any = AutoHTTPProtocol
+
+    class Limited(base):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._is_beyond = len(self.connections) > n_most
+            self._silence = self.loop.call_later(SILENT_S, self._close_if_silent)
+
+        def data_received(self, data: bytes) -> None:
+            if self._is_beyond:  # answered when it asks: one that is closed before reads no answer
+                self.transport.write(_BUSY)
+                self.transport.close()
+            else:
+                super().data_received(data)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._silence.cancel()
+            super().connection_lost(error)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:  # no request has come
+                self.transport.close()
+
+    return Limited
 
 
 class _Server(uvicorn.Server):
