@@ -14,7 +14,7 @@ from typing import Any
 from . import conversation_file
 from .conversation_file import SavedConversation
 from .errors import ConversationFileError, PromptError
-from .reasoning import OPEN, ReasoningSplitter
+from .reasoning import ReasoningSplitter, reasoning_marks
 from .session import Generation, Session
 from .session_file import content_hash
 
@@ -84,7 +84,7 @@ class Conversation:
     @property
     def thinks(self) -> bool:
         """Whether the chat template knows the marks of reasoning."""
-        return OPEN in (self.session.model.vocab.chat_template or "")
+        return reasoning_marks(self.session.model.vocab.chat_template or "") is not None
 
     @property
     def thinking(self) -> bool | None:
@@ -276,7 +276,9 @@ class Conversation:
         return [*ids, *self.session.model.vocab.tokenize(text[len(said_text) :], add_special=False)]
 
     def _splitter(self, running: _Running) -> ReasoningSplitter:
-        return ReasoningSplitter(running.prompt, marked=self.thinks)
+        return ReasoningSplitter(
+            running.prompt, reasoning_marks(self.session.model.vocab.chat_template or "")
+        )
 
     def _settle(self) -> None:
         """Takes the last question and what was answered into the messages; a question without an answer is dropped."""

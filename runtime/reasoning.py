@@ -1,11 +1,30 @@
 """A streamed answer cut into reasoning and what is said: `<think>...</think>` at its beginning, or opened by the chat template.
 
-Knows these marks alone, which DeepSeek-R1 brought and Qwen3, GLM-4.5 and others took over; a template without them has none.
+Those are DeepSeek-R1's marks, which Qwen3, GLM-4.5 and others took over. A template says which marks its model uses; one without any
+that are known here has none. Marks that the vocabulary holds as control tokens are in no text, and so not seen.
 """
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+# In a chat template: how reasoning begins and ends.
+MARKS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
+    ("<thought>", "</thought>"),  # EXAONE Deep
+)
+Marks = tuple[str, str]
+
+
+def reasoning_marks(template: str) -> Marks | None:
+    """Those of a chat template's model.
+
+    >>> reasoning_marks("{{ '<think>' }}"), reasoning_marks("{{ message }}")
+    (('<think>', '</think>'), None)
+    """
+    return next((marks for marks in MARKS if marks[0] in template), None)
 
 
 def held_back(text: str, mark: str) -> int:
@@ -23,19 +42,20 @@ class ReasoningSplitter:
 
     Args:
         prompt: of the answer, as the template wrote it: it may have opened the reasoning.
-        marked: whether the template knows the marks; else all is said.
+        marks: of its model's reasoning; without them all is said.
 
     Example:
-        >>> splitter = ReasoningSplitter("<|assistant|>")
+        >>> splitter = ReasoningSplitter("<|assistant|>", ("<think>", "</think>"))
         >>> splitter.push("<think>Hm") + splitter.push(".</think>\\n\\nYes") + splitter.finish()
         [('reasoning', 'Hm'), ('reasoning', '.'), ('content', 'Yes')]
     """
 
-    def __init__(self, prompt: str, *, marked: bool = True) -> None:
+    def __init__(self, prompt: str, marks: Marks | None) -> None:
+        self._open, self._close = marks or ("", "")
         self._held = ""
         self._thought = False  # whether any of the reasoning was shown: line ends before it are not
-        self._state = "begin" if marked else "content"
-        if marked and opens_reasoning(prompt):
+        self._state = "begin" if marks else "content"
+        if marks and opens_reasoning(prompt, marks):
             self._state = "reasoning"
 
     def push(self, text: str) -> list[tuple[str, str]]:
@@ -46,14 +66,14 @@ class ReasoningSplitter:
         found: list[tuple[str, str]] = []
         if self._state == "begin":
             opening = self._held.lstrip()
-            if opening.startswith(OPEN):
-                self._state, self._held = "reasoning", opening[len(OPEN) :]
-            elif not OPEN.startswith(opening):
+            if opening.startswith(self._open):
+                self._state, self._held = "reasoning", opening[len(self._open) :]
+            elif not self._open.startswith(opening):
                 return self._say()
         if self._state == "reasoning":
-            reasoning, mark, rest = self._held.partition(CLOSE)
+            reasoning, mark, rest = self._held.partition(self._close)
             reasoning = reasoning if self._thought else reasoning.lstrip("\n")
-            n_held = 0 if mark else held_back(reasoning, CLOSE)
+            n_held = 0 if mark else held_back(reasoning, self._close)
             if shown := reasoning[: len(reasoning) - n_held]:
                 found.append(("reasoning", shown))
                 self._thought = True
@@ -78,10 +98,11 @@ class ReasoningSplitter:
         return [("content", held)] if held else []
 
 
-def opens_reasoning(prompt: str) -> bool:
+def opens_reasoning(prompt: str, marks: Marks) -> bool:
     """Whether a prompt ends inside of the reasoning that its template opened.
 
-    >>> opens_reasoning("<|assistant|>\\n<think>\\n"), opens_reasoning("<think>\\n\\n</think>\\n\\n")
+    >>> marks = "<think>", "</think>"
+    >>> opens_reasoning("<|assistant|>\\n<think>\\n", marks), opens_reasoning("<think>\\n\\n</think>\\n\\n", marks)
     (True, False)
     """
-    return prompt.rstrip().endswith(OPEN)
+    return prompt.rstrip().endswith(marks[0])

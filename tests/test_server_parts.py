@@ -71,7 +71,19 @@ def cut(
 
 
 @pytest.mark.parametrize(
-    "name", ["errors", "fields", "messages", "metrics", "splitter", "waiting", "pool", "requests", "tools"]
+    "name",
+    [
+        "errors",
+        "fields",
+        "messages",
+        "metrics",
+        "splitter",
+        "waiting",
+        "pool",
+        "requests",
+        "spellings",
+        "tools",
+    ],
 )
 def test_examples(name: str) -> None:
     module = importlib.import_module(f"llama_sidecar.runtime.server.{name}")
@@ -97,6 +109,116 @@ def test_reasoning_is_kept_apart() -> None:
     assert cut("Yes <think>", template=thinks) == [("content", "Yes <think>")]
     assert cut("<th", template=thinks) == [("content", "<th")]
     assert cut("Yes", template=thinks, prompt="<think>\n\n</think>\n\n") == [("content", "Yes")]
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing"),
+    [
+        ("{{- '<seed:think>' -}}", "<seed:think>", "</seed:think>"),  # of Seed-OSS-36B-Instruct
+        ("{{- '<|channel>thought\\n<channel|>' -}}", "<|channel>thought\n", "<channel|>"),  # gemma-4-31B-it
+        (
+            "{{- '[THINK]' + block['thinking'] + '[/THINK]' }}",
+            "[THINK]",
+            "[/THINK]",
+        ),  # Ministral-3-14B-Reasoning
+        (
+            "<|START_THINKING|>{{ m }}<|END_THINKING|>",
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+        ),  # c4ai-command-r7b
+        ("{{- '<thought>\\n' }}", "<thought>\n", "</thought>"),  # EXAONE-Deep
+    ],
+)
+def test_reasoning_has_the_marks_of_the_template(template: str, opening: str, closing: str) -> None:
+    parts = [("reasoning", "Hm."), ("content", "Yes")]
+    assert cut(f"{opening}Hm.{closing}\n\nYes", template=template) == parts
+    assert cut(f"Hm.{closing}Yes", template=template, prompt=f"<assistant>{opening}") == parts
+    assert cut("<think>Hm.</think>", template=template) == [("content", "<think>Hm.</think>")]
+
+
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+SPELLINGS = {  # what the chat templates of these models write calls in, and one as the model writes it
+    "Mistral-Nemo-Instruct-2407": (
+        '{{- "[TOOL_CALLS][" }}',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rom", "days": 3}, "id": "abcdefghi"}]',
+    ),
+    "Mistral-Nemo, the mark a control token": (
+        '{{- "[TOOL_CALLS][" }}',
+        '[{"name": "weather", "arguments": {"city": "Rom", "days": 3}, "id": "abcdefghi"}]',
+    ),
+    "Mistral-Small-3.2-24B-Instruct-2506": (
+        "{{- '[TOOL_CALLS]' + tool_call.function.name }}{{- '[CALL_ID]' }}{{- '[ARGS]' }}",
+        '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rom", "days": 3}',
+    ),
+    "Mistral-Small-3.2, the marks control tokens": (
+        "{{- '[TOOL_CALLS]' + tool_call.function.name }}{{- '[ARGS]' }}",
+        'weather{"city": "Rom", "days": 3}',
+    ),
+    "Llama-3.1-8B-Instruct": (
+        """{{- '"parameters": ' }}""",
+        '{"name": "weather", "parameters": {"city": "Rom", "days": 3}}',
+    ),
+    "DeepSeek-R1": (
+        "{{'<｜tool▁calls▁begin｜>'}}{{'<｜tool▁calls▁end｜>'}}",
+        DEEPSEEK.format('function<｜tool▁sep｜>weather\n```json\n{"city": "Rom", "days": 3}\n```'),
+    ),
+    "DeepSeek-V3.1": (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}{{'<｜tool▁calls▁end｜>'}}",
+        DEEPSEEK.format('weather<｜tool▁sep｜>{"city": "Rom", "days": 3}'),
+    ),
+    "gemma-4-31B-it": (
+        "{{- '<|tool_call>call:' + function['name'] + '{' -}}{{- '}<tool_call|>' -}}",
+        '<|tool_call>call:weather{city:<|"|>Rom<|"|>,days:3}<tool_call|>',
+    ),
+    "GLM-4.6": (
+        "<tool_call>{function-name}</tool_call>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    ),
+    "Qwen2.5-7B-Instruct": (
+        "{{- '<tool_call>\\n' }}{{- '\\n</tool_call>' }}",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": 3}}\n</tool_call>',
+    ),
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        "{{- '<TOOLCALL>[' -}}{{- ']</TOOLCALL>' -}}",
+        '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]</TOOLCALL>',
+    ),
+    "Phi-4-mini-instruct": (
+        "{{ '<|tool_call|>' }}{{ '<|/tool_call|>' }}",
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]<|/tool_call|>',
+    ),
+    "granite-3.3-2b-instruct": (
+        "starting with <|tool_call|> and then a list",
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]',
+    ),
+}
+
+
+@pytest.mark.parametrize("model", SPELLINGS)
+def test_calls_are_found_as_the_template_spells_them(model: str) -> None:
+    template, text = SPELLINGS[model]
+    offered = tools(template)
+
+    def called(parts: list[tuple[str, Any]]) -> list[Any]:
+        return [(one.name, json.loads(one.arguments)) if kind == "call" else one for kind, one in parts]
+
+    call = ("weather", {"city": "Rom", "days": 3})
+    assert called(cut(text, offered=offered)) == [call]
+    assert cut("Well, " + text[1:], offered=offered)[0] == ("content", "Well, " + text[1:])
+    launch = text.replace("weather", "launch")
+    assert cut(launch, offered=offered) == [("content", launch)]
+    if offered.marks and text.startswith(offered.marks[0]):
+        assert called(cut(f"Let me see.\n{text}", offered=offered)) == ["Let me see.\n", call]
+        assert called(cut(text + text, offered=offered)) == [call, call]
+    for n in range(1, len(text) - 1, 3):  # cut by max_tokens: nothing is lost
+        kept = cut(text[:n], offered=offered)
+        assert kept == [("content", text[:n])] or kept[0][0] == "call"
+
+
+def test_a_name_that_begins_an_answer_is_no_call() -> None:
+    offered = tools(SPELLINGS["Mistral-Small-3.2-24B-Instruct-2506"][0])
+    for text in ("weather", "weat", "weather is fine", "weather {", "[", "We"):
+        assert cut(text, offered=offered) == [("content", text)]
 
 
 def test_calls_are_found_between_marks() -> None:
@@ -282,7 +404,7 @@ def test_metrics_are_in_prometheus_format() -> None:
 
 
 def test_the_reasoning_of_a_model_without_marks_is_text() -> None:
-    assert ReasoningSplitter("<think>", marked=False).push("x") == [("content", "x")]
+    assert ReasoningSplitter("<think>", None).push("x") == [("content", "x")]
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_names_what_is_there() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..reasoning import CLOSE, opens_reasoning
+from ..reasoning import opens_reasoning, reasoning_marks
 from ..sampling import ACCEPT, Sampling
 from ..vocab import Vocab
 from .errors import RequestError
@@ -124,8 +124,9 @@ def read_chat(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
     if is_bound:  # a sentence of a grammar has no reasoning before it
         variables = {"enable_thinking": False, **variables}
     prompt = vocab.render_chat(messages, tools=tools.offered if tools else None, **variables)
-    if is_bound and opens_reasoning(prompt):
-        prompt = f"{prompt.rstrip()}\n\n{CLOSE}\n\n"
+    marks = reasoning_marks(template)
+    if is_bound and marks and opens_reasoning(prompt, marks):
+        prompt = f"{prompt.rstrip()}\n\n{marks[1]}\n\n"
     return Request(
         tokens=vocab.tokenize(prompt, add_special=False),
         options=options,

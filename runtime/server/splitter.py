@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..reasoning import ReasoningSplitter, held_back
-from .tools import CLOSE, OPEN, Call, Tools
+from ..reasoning import ReasoningSplitter, held_back, reasoning_marks
+from .tools import Call, Tools
 
 Part = tuple[str, "str | Call"]  # "reasoning", "content" or "call", and what it is
 
@@ -22,8 +22,9 @@ class Splitter:
     """
 
     def __init__(self, prompt: str, template: str, tools: Tools | None) -> None:
-        self._reasoning = ReasoningSplitter(prompt, marked="<think>" in template)
+        self._reasoning = ReasoningSplitter(prompt, reasoning_marks(template))
         self._tools = tools
+        self._open, self._close = tools.marks if tools and tools.marks else ("", "")
         self._held = ""
         self._state = "begin"  # of what is said: nothing but white space so far
         self._n_calls = 0
@@ -36,8 +37,13 @@ class Splitter:
         """What was held back, at the answer's end."""
         parts = [part for kind, piece in self._reasoning.finish() for part in self._take(kind, piece)]
         held, self._held = self._held, ""
-        if self._tools and self._state in ("call", "json"):
-            return parts + self._calls(held, (OPEN if self._state == "call" else "") + held)
+        is_cut = (
+            self._state == "call" and self._close and held.lstrip()[:1] not in ("{", "[")
+        )  # JSON says itself
+        if self._tools and self._state in ("call", "bare") and not is_cut:
+            return parts + self._calls(held, (self._open if self._state == "call" else "") + held)
+        if self._state == "call":
+            held = self._open + held
         if self._n_calls and not held.strip():
             held = ""
         return [*parts, ("content", held)] if held else parts
@@ -49,28 +55,37 @@ class Splitter:
         parts: list[Part] = []
         while True:
             if self._state == "call":
-                inside, mark, rest = self._held.partition(CLOSE)
+                # Without a mark of its end a call goes on to the next one's beginning.
+                inside, mark, rest = self._held.partition(self._close or self._open)
                 if not mark:
                     return parts
-                parts += self._calls(inside, f"{OPEN}{inside}{CLOSE}")
-                self._held, self._state = rest, "begin"
+                parts += self._calls(inside, f"{self._open}{inside}{self._close}")
+                self._held, self._state = rest, "begin" if self._close else "call"
+                continue
             if self._state == "begin":
                 said = self._held.lstrip()
-                if not said or OPEN.startswith(said):
+                if not said or (self._open.startswith(said) and said != self._open):
                     return parts
-                if not self._tools.marked and not self._n_calls and said[0] in "{[":
-                    self._state = "json"
-                elif not said.startswith(OPEN):
+                if self._open and said.startswith(self._open):
                     self._state = "content"
-            if self._state == "json":
+                elif (bare := not self._n_calls and self._tools.begins_bare(said)) is True:
+                    self._state = "bare"
+                elif bare is None:
+                    return parts
+                else:
+                    self._state = "content"
+            if self._state == "bare":
                 return parts
-            before, mark, after = self._held.partition(OPEN)
+            if not self._open:
+                held, self._held = self._held, ""
+                return [*parts, ("content", held)] if held else parts
+            before, mark, after = self._held.partition(self._open)
             if mark:
                 if before.strip():
                     parts.append(("content", before))
                 self._held, self._state = after, "call"
                 continue
-            n_held = held_back(before, OPEN)
+            n_held = held_back(before, self._open)
             if shown := before[: len(before) - n_held]:
                 parts.append(("content", shown))
             self._held = before[len(before) - n_held :]

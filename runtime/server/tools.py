@@ -1,8 +1,9 @@
 """Functions that a model may call: what a request offers, the grammar of a call that is forced, calls found in an answer.
 
-Calls are read where the model writes them in `<tool_call>` marks, as JSON (Hermes, Qwen2.5, Qwen3) or as XML (Qwen3-Coder,
-Qwen3.5), and as an answer that is nothing but JSON (Llama 3.1). Other spellings stay text. Schemas are not checked against what an
-answer of free choice holds; one that is forced follows them by its grammar.
+Calls are read between the marks that a model's chat template writes them in (`MARKS`), in whichever of the spellings there are
+(spellings.py), and as an answer that is nothing but a call (Llama 3.1, and where the vocabulary has the marks as control tokens, which
+no text shows). Other spellings stay text. Schemas are not checked against what an answer of free choice holds; one that is forced
+follows them by its grammar.
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..grammar import schema_grammar
+from . import spellings
 from .errors import RequestError
 from .fields import Fields, shown
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Marks = tuple[str, str]
+HERMES = ("<tool_call>", "</tool_call>")
+# In a chat template: how calls begin and end; without an end they go on to the answer's.
+MARKS: tuple[Marks, ...] = (
+    HERMES,  # Qwen, GLM-4.5 and others, too
+    ("<|tool_call>", "<tool_call|>"),  # Gemma 4
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # DeepSeek V3, R1, V3.1
+    ("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano v2
+    ("<|tool_call|>", "<|/tool_call|>"),  # Phi-4-mini
+    ("<|tool_call|>", ""),  # Granite 3
+    ("[TOOL_CALLS]", ""),  # Mistral
+)
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,14 +61,14 @@ class Tools:
         offered: for the template, in OpenAI's spelling.
         schemas: of each function's arguments.
         forced: the functions of which one must be called; none: as the model likes.
-        marked: whether the template writes calls between marks.
+        marks: between which the template writes calls; None where it has none that are known.
         parallel: whether an answer may call more than one.
     """
 
     offered: Sequence[Mapping[str, Any]]
     schemas: Mapping[str, Mapping[str, Any]]
     forced: Sequence[str]
-    marked: bool
+    marks: Marks | None
     parallel: bool
 
     def grammar(self) -> str:
@@ -78,48 +89,35 @@ class Tools:
         definitions = {key: _moved(schema, f"#/$defs/{key}") for key, schema in schemas.items()}
         schema = {"$defs": definitions, **(calls[0] if len(calls) == 1 else {"anyOf": calls})}
         text = schema_grammar(schema)
-        if not self.marked:
+        if self.marks != HERMES:  # as an answer that is nothing but a call
             return text
-        opening, closing = (json.dumps(mark) for mark in (f"{OPEN}\n", f"\n{CLOSE}"))
+        opening, closing = (json.dumps(mark) for mark in (f"{HERMES[0]}\n", f"\n{HERMES[1]}"))
         return re.sub(r"(?m)^root ::= (.*)$", lambda m: f"root ::= {opening} ({m[1]}) {closing}", text)
+
+    def begins_bare(self, said: str) -> bool | None:
+        """Whether an answer may be nothing but a call, without marks, by how it begins; None while that is open.
+
+        `said` is not empty, and begins with no white space.
+        """
+        if self.marks == HERMES:
+            return False
+        if said[0] in "{[":
+            return True
+        if self.marks is None or self.marks[1]:
+            return False
+        for name in self.schemas:  # Mistral's: a name, and its arguments
+            if name.startswith(said) or (said.startswith(name) and not said[len(name) :].strip()):
+                return None
+            if said.startswith(name) and said[len(name) :].lstrip()[0] == "{":
+                return True
+        return False
 
     def read(self, text: str) -> list[Call]:
         """The calls in what stands between two marks, or in a whole answer; none where it is no call of a function offered."""
-        if found := _FUNCTION.fullmatch(text):
-            calls: list[Call | None] = [self._read_xml(found[1], found[2])]
-        else:
-            try:
-                data = json.loads(text)
-            except (ValueError, RecursionError):
-                return []
-            calls = [_read_json(one) for one in (data if isinstance(data, list) else [data])]
-        known = [call for call in calls if call is not None and call.name in self.schemas]
-        return known if len(known) == len(calls) else []
-
-    def _read_xml(self, name: str, body: str) -> Call:
-        types = self.schemas.get(name, {}).get("properties")
-        known = types if isinstance(types, Mapping) else {}
-        arguments = {key: _value(text, known.get(key)) for key, text in _PARAMETER.findall(body)}
-        return Call(name, _as_json(arguments))
-
-
-def _value(text: str, schema: Any) -> Any:
-    """An argument written as it stands: a text where the schema says so, else JSON where it is some."""
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _read_json(data: Any) -> Call | None:
-    if not isinstance(data, Mapping):
-        return None
-    name, arguments = data.get("name"), data.get("arguments", data.get("parameters"))
-    if not isinstance(name, str) or not isinstance(arguments, (Mapping, str)):
-        return None
-    return Call(name, _as_json(arguments))
+        found = spellings.read(text, self.schemas)
+        if any(name not in self.schemas for name, _ in found):
+            return []
+        return [Call(name, _as_json(arguments)) for name, arguments in found]
 
 
 def _as_json(arguments: Any) -> str:
@@ -155,7 +153,17 @@ def read_tools(fields: Fields, template: str) -> Tools | None:
     forced = _forced(choice, list(schemas))
     if not schemas or choice == "none":
         return None
-    return Tools(offered, schemas, forced, OPEN in template, parallel)
+    return Tools(offered, schemas, forced, call_marks(template), parallel)
+
+
+def call_marks(template: str) -> Marks | None:
+    """Between which a chat template writes calls; None where it has no marks that are known here.
+
+    >>> call_marks("{{ '[TOOL_CALLS]' }}"), call_marks("{{ message }}")
+    (('[TOOL_CALLS]', ''), None)
+    """
+    found = [marks for marks in MARKS if marks[0] in template]
+    return next((marks for marks in found if marks[1] in template), found[0] if found else None)
 
 
 def _read_function(tool: Fields) -> tuple[str, Mapping[str, Any]]:

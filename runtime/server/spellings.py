@@ -1,0 +1,128 @@
+"""How models spell calls of functions, inside the marks around them. One function a spelling; none of them knows what is offered.
+
+Hermes, Qwen, Llama 3, Mistral 3   {"name": "f", "arguments": {...}}, or several in a list
+Qwen3-Coder, Qwen3.5               <function=f><parameter=a>1</parameter></function>
+GLM-4.5                            f<arg_key>a</arg_key><arg_value>1</arg_value>
+Gemma 4                            call:f{a:1,b:<|"|>text<|"|>}
+DeepSeek                           <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, and so on
+Mistral Small 3.2                  f[ARGS]{...}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Found = list[tuple[str, Any]]  # names and arguments: an object, or a text that stands for one
+
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_GLM_NAME = re.compile(r"\s*([\w.-]+)\s*")
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GEMMA = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")
+_DEEPSEEK = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([\w.-]+)\n```json\n(.*?)\n```|([\w.-]+)<｜tool▁sep｜>(.*?))<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def read(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    """The calls that a text is, in whichever spelling; none where it is anything else.
+
+    Args:
+        text: what stands between marks, or a whole answer.
+        schemas: of functions' arguments, by name: they say which values are text where a spelling does not.
+
+    Example:
+        >>> read('{"name": "add", "arguments": {"a": 1}}', {})
+        [('add', {'a': 1})]
+        >>> read('call:add{a:1,b:<|"|>x<|"|>}', {})
+        [('add', {'a': 1, 'b': 'x'})]
+    """
+    spellings = (_json, _xml, _glm, _gemma, _deepseek, _named)
+    return next((found for spelling in spellings if (found := spelling(text, schemas))), [])
+
+
+def _json(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    found = []
+    for one in data if isinstance(data, list) else [data]:
+        if not isinstance(one, Mapping):
+            return []
+        name, arguments = one.get("name"), one.get("arguments", one.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, (Mapping, str)):
+            return []
+        found.append((name, arguments))
+    return found
+
+
+def _xml(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    found = _FUNCTION.fullmatch(text)
+    return [(found[1], _values(found[1], _PARAMETER.findall(found[2]), schemas))] if found else []
+
+
+def _glm(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    name = _GLM_NAME.match(text)
+    if not name or _GLM_ARGUMENT.sub("", rest := text[name.end() :]).strip():
+        return []
+    return [(name[1], _values(name[1], _GLM_ARGUMENT.findall(rest), schemas))]
+
+
+def _gemma(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    found = _GEMMA.fullmatch(text)
+    if not found:
+        return []
+    parts = found[2].split('<|"|>')  # every second one is a text
+    data = "".join(
+        json.dumps(part) if i % 2 else _GEMMA_KEY.sub(r'\1"\2"\3', part) for i, part in enumerate(parts)
+    )
+    try:
+        return [(found[1], json.loads(data))]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _deepseek(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    calls = list(_DEEPSEEK.finditer(text))
+    if _DEEPSEEK.sub("", text).strip():
+        return []
+    try:
+        return [(call[1] or call[3], json.loads(call[2] or call[4])) for call in calls]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _named(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
+    found, at = [], 0
+    while call := _NAMED.match(text, at):
+        try:
+            arguments, at = json.JSONDecoder().raw_decode(text, call.end())
+        except (ValueError, RecursionError):
+            return []
+        found.append((call[1], arguments))
+    return [] if text[at:].strip() else found
+
+
+def _values(
+    name: str, found: list[tuple[str, str]], schemas: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    types = schemas.get(name, {}).get("properties")
+    known = types if isinstance(types, Mapping) else {}
+    return {key.strip(): _value(text, known.get(key.strip())) for key, text in found}
+
+
+def _value(text: str, schema: Any) -> Any:
+    """An argument written as it stands: a text where the schema says so, else JSON where it is some."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
