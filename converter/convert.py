@@ -175,7 +175,7 @@ def convert(
     `progress(done_bytes, total_bytes, tensor_name)` is called after every slice.
 
     Either all files are there and whole, or none is; a conversion that was killed is gone on with. Raises a subclass of
-    ConversionError (converter/errors.py).
+    ConversionError (converter/errors.py), or HubFailed.
 
     >>> convert("Qwen3.5-0.8B", "models").sidecar  # doctest: +SKIP
     PosixPath('models/mtp-Qwen3.5-0.8B-Q8_0.gguf')

@@ -5,6 +5,7 @@ The message is one line: what was found, what was expected, what to do. This mod
 
 from __future__ import annotations
 
+from llama_sidecar.sidecars.errors import HubFailed as HubFailed
 from llama_sidecar.sidecars.errors import LlamaSidecarError
 
 
@@ -18,10 +19,6 @@ class NotACheckpoint(ConversionError):
 
 class NoWeights(NotACheckpoint):
     """There is a config.json, and no file of weights beside it."""
-
-
-class HubFailed(ConversionError):
-    """The Hugging Face Hub cannot be reached, has no such model, or refuses to give it."""
 
 
 class MissingShard(ConversionError):

@@ -19,6 +19,7 @@ from huggingface_hub import constants, errors, utils
 
 from llama_sidecar.converter.errors import HubFailed, NotACheckpoint, UnsupportedModel
 from llama_sidecar.converter.places import U8, Meter, Reading, WeightFile
+from llama_sidecar.sidecars.hub import failures, first_line
 
 # Its tries, by eight threads at once, are no news: what fails for good is raised.
 logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -104,25 +105,11 @@ class Hub:
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Turns what huggingface_hub and its HTTP library raise into one line."""
-        where = constants.ENDPOINT
-        try:
-            yield
-        except errors.GatedRepoError as error:
-            raise HubFailed(
-                f"{self} is gated: accept its terms at {where}/{self.repository}, log in with `hf auth login`, and try again"
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise HubFailed(
-                f"{self}: {where} has no such model, or it is private: check the spelling, or log in with `hf auth login`"
-            ) from error
-        except errors.RevisionNotFoundError as error:
-            raise HubFailed(f"{self}: there is no revision {self.revision!r} of it at {where}") from error
-        except errors.HFValidationError as error:
-            raise NotACheckpoint(f"{self} cannot be the name of a model: {_first_line(error)}") from error
-        except (HubFailed, NotACheckpoint, UnsupportedModel):
-            raise
-        except Exception as error:  # of whichever HTTP library huggingface_hub uses
-            raise HubFailed(f"{self} cannot be read from {where}: {_first_line(error)}") from error
+        with failures(self, self.repository, self.revision):
+            try:
+                yield
+            except errors.HFValidationError as error:
+                raise NotACheckpoint(f"{self} cannot be the name of a model: {first_line(error)}") from error
 
 
 @contextmanager
@@ -136,7 +123,3 @@ def _quietly() -> Iterator[None]:
     finally:
         if shown:
             utils.enable_progress_bars()
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, open_main, read_model
+from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, hub, open_main, read_model
 from llama_sidecar.sidecars.compact import Compact, open_compact
 from llama_sidecar.sidecars.memory import AUTO_DEPTH, DEFAULT_CHECKPOINTS, Contents, layer_cache_bytes
 
-from . import heads, kernel_choice, memory, placement
+from . import heads, kernel_choice, memory, placement, session_file
 from ._native import DraftVocab, Turns
 from .costs import costs_for
 from .draft_vocab import make_draft_vocab
@@ -65,9 +65,10 @@ def load(
     """Loads a main GGUF and, where one is found, its sidecar.
 
     Args:
-        main: the main file (the first shard of a sharded one).
+        main: the main file (the first shard of a sharded one), or `hf://ORG/NAME[:TYPE]` on the Hugging Face Hub, whose sidecar is
+            fetched with it.
         sidecar: the sidecar, or a compact one, which is used as it is, or a smaller model of the same vocabulary that is to
-            draft; by default the sidecar beside the main file, or the head inside it.
+            draft, here or on the Hub; by default the sidecar beside the main file, or the head inside it.
         spec_type: "auto", "none", or a kind ("mtp", "draft-mtp", "model", ...), which must then be there.
         depth: tokens drafted per round, 1 to 64; "auto" lets pace choose it round by round from what drafts cost here and
             how many stand, 0 included, so that it is never slower than plain decoding. The first session then measures the
@@ -124,7 +125,9 @@ def load(
         cache_type_v=cache_type_v,
         kernels=kernels,
     )
-    main_file = open_main(main)
+    main_file = open_main(hub.fetch(main, spec_type if sidecar is None else "none"))
+    if sidecar is not None:
+        sidecar = hub.fetch_sidecar(sidecar, spec_type)
     chosen = choose_drafter(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
@@ -243,6 +246,7 @@ class Model:
             )
         if memory_check:
             memory.check(main.path.name, self.memory_plan, self.n_ctx)
+        self._chooses_flash_attn = settings.flash_attn.lower() == "auto"
         self.settings = replace(settings, flash_attn=self._flash_attn(self.n_ctx))
         self.weights = Weights(
             main.path,
@@ -349,7 +353,8 @@ class Model:
             n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
             restore: a file that `Session.save` wrote, to go on from; of the same model, llama.cpp, KV types and context size, and
                 where the model is exact, of a model that was exact with the same settings. Where another head drafts, or none
-                did, drafting begins anew behind the text; another depth is fine.
+                did, drafting begins anew behind the text, and where none drafts what a drafter has seen is left out; another
+                depth is fine. Flash attention is as it was, unless the model was loaded with a setting of its own.
             scripted: tests only: a drafter that knows the text.
 
         Raises:
@@ -373,6 +378,7 @@ class Model:
         if n_slots is not None and n_slots < 0:
             raise LoadError(f"{n_slots} rollback slots: it cannot be negative")
         settings = self.settings if ctx is None else replace(self.settings, ctx=ctx)
+        n_ctx = settings.ctx or self.n_ctx
         why = self.speculation.why
         if spec_type == "none":
             wanted, why = 0, "it was turned off for this session"
@@ -380,6 +386,11 @@ class Model:
             wanted = 0
         elif wanted == 0:
             why = "depth 0 was asked for"
+        saved = None
+        if restore is not None:
+            saved = session_file.read(restore, session_file.Origin.of(self, n_ctx))
+            if self._chooses_flash_attn:  # how values lie in the cache follows it
+                settings = replace(settings, flash_attn=saved.origin.flash_attn)
         with self._lock:
             if self._closed:
                 raise SessionError("the model is closed")
@@ -387,10 +398,13 @@ class Model:
             if self.paced and depth is None and scripted is None and wanted:
                 pace = Pace(costs_for(self), has_drafter=self._chosen.has_weights)
                 wanted = pace.max_depth
-            n_ctx = settings.ctx or self.n_ctx
             if self._memory_check:
                 plan = self.memory_plan if wanted else self.memory_plan.plain()
-                memory.check_session(replace(plan, depth=wanted, paced=pace is not None).at(n_ctx))
+                flash_attn = settings.flash_attn != "off"
+                plan = replace(
+                    plan, depth=wanted, paced=pace is not None, flash_attn=lambda n_ctx: flash_attn
+                )
+                memory.check_session(plan.at(n_ctx))
             session = Session(
                 self,
                 settings=settings,
@@ -404,9 +418,9 @@ class Model:
                 scripted=scripted,
             )
             self._sessions.add(session)
-        if restore is not None:
+        if saved is not None:
             try:
-                session._restore(restore)
+                session._restore(restore, saved)
             except BaseException:
                 session.close()
                 raise

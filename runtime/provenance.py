@@ -45,6 +45,7 @@ def provenance(model: Model) -> dict[str, Any]:
         "threads": settings.n_threads,
         "gpu_layers": model.gpu_layers,
         "ctx": model.n_ctx,
+        "memory": _memory(model),
         "batch": settings.batch,
         "flash_attn": settings.flash_attn,
         "cache_type_k": settings.cache_type_k,
@@ -52,6 +53,12 @@ def provenance(model: Model) -> dict[str, Any]:
         "llama_cpp": library(),
         "version": version("llama-sidecar"),
     }
+
+
+def _memory(model: Model) -> dict[str, int]:
+    """Bytes that the model takes with one session, as memory.py tells; `drafting` is what it would take less without drafts."""
+    found, plain = (plan.at(model.n_ctx) for plan in (model.memory_plan, model.memory_plan.plain()))
+    return found.to_json() | {"drafting": found.total - plain.total}
 
 
 def machine() -> dict[str, Any]:

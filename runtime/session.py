@@ -303,13 +303,13 @@ class Session:
                 )
             with self.model.turns:
                 target, drafter = self._native.save()
-            origin = session_file.Origin.of(self.model, self.n_ctx, self.kind)
+            flash_attn = self._settings.flash_attn
+            origin = session_file.Origin.of(self.model, self.n_ctx, self.kind, flash_attn)
             session_file.write(path, session_file.SavedSession(origin, self._history, target, drafter))
 
-    def _restore(self, path: str | os.PathLike[str]) -> None:
-        """Goes on from a file: for a new session."""
-        here = session_file.Origin.of(self.model, self.n_ctx, self.kind)
-        saved = session_file.read(path, here)
+    def _restore(self, path: str | os.PathLike[str], saved: session_file.SavedSession) -> None:
+        """Goes on from what the file holds: for a new session."""
+        here = session_file.Origin.of(self.model, self.n_ctx, self.kind, self._settings.flash_attn)
         if bad := [token for token in saved.tokens if not 0 <= token < self.model.vocab.n_tokens]:
             raise SessionFileError(
                 f"{path} has token id {bad[0]}, the vocabulary {self.model.vocab.n_tokens}"
@@ -320,7 +320,10 @@ class Session:
                 self._native.adopt(saved.tokens)
                 self._native.restore(saved.target, saved.drafter if is_same_head else b"", saved.tokens)
         except (LibraryError, ValueError) as error:
-            raise SessionFileError(f"{path} cannot be restored: {error}") from error
+            why = str(error)
+            if (was := saved.origin.flash_attn) != here.flash_attn:
+                why += f"; it was saved with flash attention {was}, this session's is {here.flash_attn} (--flash-attn {was})"
+            raise SessionFileError(f"{path} cannot be restored: {why}") from error
         finally:
             _native.release_team()
         self._history = saved.tokens

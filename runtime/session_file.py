@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from llama_sidecar.sidecars import GGUFHeader, read_model, whole_file
 
 from .errors import SessionFileError
+from .placement import FLASH_ATTN
 
 if TYPE_CHECKING:
     from .llm import Model
 
 MAGIC = b"llama-sidecar session\n"
-VERSION = 2
+VERSION = 3
 SAMPLED_BYTES = 512  # of each tensor's beginning, which tell a fine-tune from its base
 _FIXED = struct.Struct("<22sIQ")
 _N_DIGEST = hashlib.sha256().digest_size
@@ -36,20 +37,21 @@ _N_DIGEST = hashlib.sha256().digest_size
 @dataclass(frozen=True)
 class Origin:
     """What a state can be used with; all of it must be equal, but for `kind` and `head`, since another drafter begins anew behind
-    the text, and but for `exact` where the session that takes it over is not.
+    the text, for `exact` where the session that takes it over is not, and for `flash_attn`, which that session takes over, too.
     """
 
     model: str  # a hash of the main file: shapes, types and the beginning of every tensor
     library: str  # llama.cpp's commit
     cache_types: tuple[str, str]
+    flash_attn: str  # "auto", "on" or "off", which decides how values lie in the cache
     n_ctx: int
     kind: str | None  # of the drafter
     head: str | None  # as `model`, of the file with the drafter's weights
     exact: str | None  # of exact decoding: what its bits depend on
 
     @classmethod
-    def of(cls, model: Model, n_ctx: int, kind: str | None) -> Origin:
-        """That of a session of `model`."""
+    def of(cls, model: Model, n_ctx: int, kind: str | None = None, flash_attn: str | None = None) -> Origin:
+        """That of a session of `model`, with `kind` where it drafts, and `flash_attn` where it is not the model's."""
         from .exactness import exactness_key  # these two import session.py or llm.py, which import this
         from .provenance import library
 
@@ -58,6 +60,7 @@ class Origin:
             model=content_hash(model.main.header),
             library=library()["commit"],
             cache_types=(settings.cache_type_k.lower(), settings.cache_type_v.lower()),
+            flash_attn=(flash_attn or settings.flash_attn).lower(),
             n_ctx=n_ctx,
             kind=kind,
             head=content_hash(read_model(head)) if kind else None,
@@ -157,6 +160,8 @@ def read(path: str | os.PathLike[str], here: Origin) -> SavedSession:
         origin = Origin(**{**head["origin"], "cache_types": tuple(map(str, head["origin"]["cache_types"]))})
         tokens = [int(token) for token in head["tokens"]]
         n_target, n_drafter = (int(n) for n in head["bytes"])
+        if origin.flash_attn not in FLASH_ATTN:
+            raise ValueError(f"flash attention {origin.flash_attn!r}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SessionFileError(f"{path}: its head is none of a saved session ({error!r})") from error
     n_bytes = at + n_target + n_drafter + _N_DIGEST

@@ -27,6 +27,7 @@ from llama_sidecar.runtime.placement import CACHE_TYPES, FLASH_ATTN, idle_gpu_hi
 from llama_sidecar.runtime.sampling import ACCEPT, MAX_SEED, WHOLE
 from llama_sidecar.runtime.weights import KERNELS, MAX_DEPTH, N_BATCH
 from llama_sidecar.sidecars import KINDS, read_model
+from llama_sidecar.sidecars.hub import fetch
 from llama_sidecar.sidecars.memory import DEFAULT_CHECKPOINTS
 
 from ._show import note
@@ -138,7 +139,7 @@ _LOAD_OPTIONS = (
         "--sidecar",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="The sidecar GGUF with the draft head, or a smaller model of the same vocabulary that drafts.  [default: a sidecar found beside MAIN, or the head inside it]",
+        help="The sidecar GGUF with the draft head, or a smaller model of the same vocabulary that drafts; here or hf://ORG/NAME[:TYPE].  [default: a sidecar found beside MAIN, or the head inside it]",
     ),
     click.option(
         "--spec-type",
@@ -554,6 +555,7 @@ def _read_text(file: Path | None) -> str:
 def _open(main: Path | None, options: dict[str, Any]) -> Model:
     if main is None:
         raise click.UsageError("Missing argument 'MAIN'.")
+    main = fetch(main, options["spec_type"] if options["sidecar"] is None else "none")
     if options.get("exact") and not recall(read_model(main)):
         note(
             f"measuring how many rows agree to the bit here (seconds, for a large model minutes), {_how_often()}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama_sidecar.runtime.bench import Report
+from llama_sidecar.runtime.memory import gigabytes
 
 from ._show import table
 
@@ -69,6 +70,7 @@ def row(data: Mapping[str, Any]) -> str:
         "speed-up": f"**{data['speedup']:.2f}** ({low:.2f} to {high:.2f})",
         "L": f"{data['mean_accepted_length']:.2f}",
         "bound": f"{data['bound']:.2f}",
+        "memory for drafts": gigabytes(data["memory"]["drafting"]) if "memory" in data else "",
         "token ids": equal,
         "version": f"{data['version']} (llama.cpp {data['llama_cpp']['commit']})",
     }
@@ -116,6 +118,13 @@ def _what_it_costs(report: Report) -> Iterator[tuple[str, str]]:
     yield "bound", f"{what} = {report.bound:.2f} with drafts for free{share}"
     parts = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in report.round_s.items())
     yield "a round", f"{parts} ms"
+    if (memory := report.source.get("memory")) is not None:
+        whole, drafting = gigabytes(memory["total"]), gigabytes(memory["drafting"])
+        parts = f"weights {gigabytes(memory['head'])}, keys and values {gigabytes(memory['head_cache'])}"
+        yield (
+            "memory",
+            f"about {whole} with a context of {memory['n_ctx']:,} tokens, {drafting} of it for drafts ({parts}, the rest the target's)",
+        )
     if stats.n_ngram_rounds:
         right = 100 * stats.n_ngram_accepted / stats.n_ngram_drafted
         yield (

@@ -10,11 +10,12 @@ from llama_sidecar.converter.edit import graft
 from llama_sidecar.converter.edit.graft import AUTO, VOCABULARIES
 
 from ._edits import FOLDER, FORCE, JSON, run
+from ._files import MAIN, SIDECAR
 
 
 @click.command()
-@click.argument("sidecar", type=click.Path(path_type=Path))
-@click.argument("main", type=click.Path(path_type=Path))
+@click.argument("sidecar", type=SIDECAR)
+@click.argument("main", type=MAIN)
 @FOLDER
 @click.option(
     "--vocab",

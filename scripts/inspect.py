@@ -23,10 +23,11 @@ from llama_sidecar.sidecars.inspection import Origin, Report, inspect
 from llama_sidecar.sidecars.memory import AUTO_DEPTH
 
 from ._console import tables
+from ._files import MODEL
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=MODEL)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for a program instead of tables.")
 def command(file: Path, as_json: bool) -> None:
     """Say what FILE is (a main model or a sidecar) and which files beside it belong to it.
@@ -149,8 +150,8 @@ def _neighbours(report: Report) -> Table:
     table.add_column("fits")
     table.add_column("why", overflow="fold")
     for other in report.neighbours:
-        name, why = escape(printable(other.path.name)), escape(printable(other.detail))
-        table.add_row(name, other.status or "no", why)
+        why = "; ".join(part for part in (other.choice, other.detail) if part)
+        table.add_row(escape(printable(other.path.name)), other.status or "no", escape(printable(why)))
     return table
 
 

@@ -9,11 +9,12 @@ import click
 from llama_sidecar.converter.edit import merge
 
 from ._edits import FORCE, JSON, run
+from ._files import MAIN, SIDECAR
 
 
 @click.command()
-@click.argument("main", type=click.Path(path_type=Path))
-@click.argument("sidecar", type=click.Path(path_type=Path))
+@click.argument("main", type=MAIN)
+@click.argument("sidecar", type=SIDECAR)
 @click.option(
     "-o",
     "--out",

@@ -10,12 +10,13 @@ from llama_sidecar.converter import TYPES
 from llama_sidecar.converter.edit import requant
 
 from ._edits import FOLDER, FORCE, JSON, run
+from ._files import SIDECAR
 
 TYPE = click.Choice([*TYPES], case_sensitive=False)
 
 
 @click.command()
-@click.argument("sidecar", type=click.Path(path_type=Path))
+@click.argument("sidecar", type=SIDECAR)
 @FOLDER
 @click.option(
     "--type",

@@ -9,10 +9,11 @@ import click
 from llama_sidecar.converter.edit import split
 
 from ._edits import FOLDER, FORCE, JSON, run
+from ._files import MAIN
 
 
 @click.command()
-@click.argument("main", type=click.Path(path_type=Path))
+@click.argument("main", type=MAIN)
 @FOLDER
 @click.option(
     "--sidecar-only", is_flag=True, help="Write the sidecar alone, to graft its head onto another main file."

@@ -22,8 +22,9 @@ from llama_sidecar.sidecars.shards import shard_name
 from llama_sidecar.sidecars.sidecar import MainFile, Sidecar, open_main, open_sidecar
 
 AUTO, NONE = "auto", "none"
+CHOSEN, PASSED_OVER = "chosen", "passed over"  # what explain() begins with
 
-_KIND_WORD = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(KINDS)})(?![a-z0-9])", re.IGNORECASE)
+KIND_WORD = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(KINDS)})(?![a-z0-9])", re.IGNORECASE)
 TYPE_WORD = re.compile(
     r"[-._](?:ud[-_])?(?:i?q\d\w*|tq\d\w*|mxfp\d\w*|nvfp\d\w*|b?f16|f32)(?=[-._]|$)", re.IGNORECASE
 )
@@ -96,7 +97,7 @@ def _candidates(main_path: Path) -> Iterator[Path]:
         for path in _entries(folder):
             if path.name.lower() in KINDS and os.path.isdir(path):
                 yield from (inner for inner in _entries(path) if _is_first_gguf(inner))
-            elif _is_first_gguf(path) and _KIND_WORD.search(path.name):
+            elif _is_first_gguf(path) and KIND_WORD.search(path.name):
                 yield path
 
 
@@ -144,7 +145,8 @@ def _examine(main: MainFile, path: Path) -> Candidate:
 
 
 def choose(main: MainFile, candidates: Iterable[Candidate], spec_type: str = AUTO) -> Found | None:
-    """Choose from a survey: the head inside the main model, then rank of kind, sureness of the match, name, nearest type.
+    """Choose from a survey: the head inside the main model, then rank of kind, sureness of the match, name, folder (beside the main
+    model before one called as a kind is), nearest type.
 
     Raises UnknownKind, NoSuchSidecar and AmbiguousSidecar.
     """
@@ -174,9 +176,55 @@ def choose(main: MainFile, candidates: Iterable[Candidate], spec_type: str = AUT
     return Found(sidecar.path, sidecar.kind, f"{match.status}: {match.detail}")
 
 
-def _order(main: MainFile, sidecar: Sidecar, match: Match) -> tuple[int, int, bool]:
+def explain(main: MainFile, candidates: Iterable[Candidate]) -> dict[Path, str]:
+    """Say of each file of a survey that fits why it is chosen, or passed over and for which other one; what does not fit says so itself.
+
+    >>> explain(main, survey(main))                                              # doctest: +SKIP
+    {PosixPath('mtp-NAME-Q8_0.gguf'): 'chosen: no other fits'}
+    """
+    candidates = list(candidates)
+    fitting = [(c.sidecar, c.match) for c in candidates if c.sidecar is not None and c.match is not None]
+    try:
+        found = choose(main, candidates)
+    except AmbiguousSidecar as error:
+        return {sidecar.path: str(error) for sidecar, _ in fitting}
+    if found is None or found.path == main.path:
+        return {sidecar.path: f"{PASSED_OVER}: the main model has a head inside" for sidecar, _ in fitting}
+    best = next((sidecar, match) for sidecar, match in fitting if sidecar.path == found.path)
+    others = {s.path: _behind(main, best, (s, match)) for s, match in fitting if s.path != found.path}
+    why = "; ".join(dict.fromkeys(others.values())) or "no other fits"
+    return {found.path: f"{CHOSEN}: {why}", **{path: f"{PASSED_OVER}: {why}" for path, why in others.items()}}
+
+
+def _behind(main: MainFile, best: tuple[Sidecar, Match], other: tuple[Sidecar, Match]) -> str:
+    """By which rule of `choose` one comes before the other."""
+    first, second = best[0], other[0]
+    if first.kind != second.kind:
+        return f"{KINDS[first.kind].title} comes before {KINDS[second.kind].title}"
+    if best[1].status != other[1].status:
+        return f"{best[1].status!r} is surer than {other[1].status!r}"
+    if base_name(first.path) == base_name(main.path) != base_name(second.path):
+        return f"{first.path.name} is called as the main model is, {second.path.name} is not"
+    if _is_below(main, second) and not _is_below(main, first):
+        return f"{first.path.name} lies beside the main model, {second.path.name} in a folder below"
+    types = [_block_type(one.header) for one in (first, main, second)]
+    return "{} is nearer the main model's {} than {}".format(*types)
+
+
+def _order(main: MainFile, sidecar: Sidecar, match: Match) -> tuple[int, int, bool, bool]:
     is_namesake = base_name(sidecar.path) == base_name(main.path)
-    return KINDS[sidecar.kind].rank, STATUSES.index(match.status), not is_namesake
+    return (
+        KINDS[sidecar.kind].rank,
+        STATUSES.index(match.status),
+        not is_namesake,
+        _is_below(main, sidecar),
+    )
+
+
+def _is_below(main: MainFile, sidecar: Sidecar) -> bool:
+    """Whether it lies in a folder called as a kind is, and the main model does not."""
+    folder = sidecar.path.parent
+    return folder != main.path.parent and folder.absolute().name.lower() in KINDS
 
 
 def _not_there(main: MainFile, wanted: str, candidates: list[Candidate]) -> NoSuchSidecar:
@@ -195,7 +243,7 @@ def base_name(path: Path) -> str:
     ('name', 'name')
     """
     shard = shard_name(path)
-    stem = TYPE_WORD.sub("", _KIND_WORD.sub("", shard[0] if shard else path.stem))
+    stem = TYPE_WORD.sub("", KIND_WORD.sub("", shard[0] if shard else path.stem))
     return stem.strip("-._ ").lower()
 
 

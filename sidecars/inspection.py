@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_sidecar.sidecars import keys
-from llama_sidecar.sidecars.discover import Candidate, main_paths, survey
+from llama_sidecar.sidecars.discover import CHOSEN, Candidate, explain, main_paths, survey
 from llama_sidecar.sidecars.errors import LlamaSidecarError, NotAMain, NotAModel, PairMismatch
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
 from llama_sidecar.sidecars.memory import Contents, Memory, pair_memory
@@ -40,12 +40,16 @@ class TypeUse:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A file beside the inspected one: `status` is that of the match, None where it does not fit; `detail` says why."""
+    """A file beside the inspected one: `status` is that of the match, None where it does not fit; `detail` says why.
+
+    `choice`, of a sidecar that fits, says why it is chosen to draft, or passed over.
+    """
 
     path: Path
     kind: str | None
     status: str | None
     detail: str
+    choice: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Report:
     """All that `inspect` shows. Sizes in bytes; `n_layers` counts the trunk's; `trunk` and `rows` are fingerprints.
 
     `origin` is None where there is no head. `memory` is what running it takes at a context of N_CTX tokens: of a main model with the
-    head inside it or the first sidecar beside it that fits, of a sidecar without its main model.
+    head inside it or the sidecar beside it that is chosen, of a sidecar without its main model.
     """
 
     path: Path
@@ -122,15 +126,16 @@ def inspect(path: str | os.PathLike[str]) -> Report:
         )
     main = open_main(path)
     found = survey(main)
-    fitting = next((one.sidecar for one in found if one.match and one.sidecar), None)
-    neighbours = [_as_neighbour(candidate) for candidate in found]
-    return _report(main, identity.role, main.head_kind, main.width, main.n_layers, neighbours, fitting)
+    choices = explain(main, found)
+    neighbours = [_as_neighbour(candidate, choices.get(candidate.path)) for candidate in found]
+    chosen = next((c.sidecar for c in found if choices.get(c.path, "").startswith(CHOSEN)), None)
+    return _report(main, identity.role, main.head_kind, main.width, main.n_layers, neighbours, chosen)
 
 
-def _as_neighbour(candidate: Candidate) -> Neighbour:
+def _as_neighbour(candidate: Candidate, choice: str | None) -> Neighbour:
     kind = candidate.sidecar.kind if candidate.sidecar else None
     return Neighbour(
-        candidate.path, kind, candidate.match.status if candidate.match else None, candidate.reason
+        candidate.path, kind, candidate.match.status if candidate.match else None, candidate.reason, choice
     )
 
 

@@ -63,7 +63,7 @@ def _compact(sources: Path, out: Path) -> None:
 
 
 def _session(sources: Path, out: Path) -> None:
-    origin = session_file.Origin("model", "library", ("f16", "f16"), 64, None, None, None)
+    origin = session_file.Origin("model", "library", ("f16", "f16"), "auto", 64, None, None, None)
     session_file.write(out / "a.session", session_file.SavedSession(origin, [1, 2], bytes(100_000), b"rows"))
 
 

@@ -42,7 +42,7 @@ from llama_sidecar.runtime.sampling import address
 from llama_sidecar.runtime.stats import Stats
 from llama_sidecar.runtime.weights import make_target_context
 from llama_sidecar.scripts import _show
-from llama_sidecar.scripts._report import summary
+from llama_sidecar.scripts._report import row, summary
 
 PROMPTS = [Prompt("import os\n", "code"), Prompt("Once upon a time", "prose")]
 
@@ -101,6 +101,10 @@ def test_the_report_has_every_published_figure(report: Report) -> None:
     assert data["prompts"] == {"n": 2, "sha256": prompts_hash(PROMPTS)}
     assert data["backend"] == "CPU" and data["machine"]["n_cores"] >= 1 and data["threads"] >= 1
     assert data["main"]["type"] == "F32" and data["drafter"]["kind"] == "mtp"
+    memory = data["memory"]
+    assert 0 < memory["head"] + memory["head_cache"] <= memory["drafting"] < memory["total"]
+    assert f"{memory['drafting'] / 1e6:.0f} MB of it for drafts" in summary(report)
+    assert f"| {memory['drafting'] / 1e6:.0f} MB " in row(data)
     assert len(data["main"]["files"][0]["sha256"]) == 64
     assert set(data["tasks"]) == {"code", "prose"}
     assert {"llama_cpp_python", "commit", "system_info"} == set(data["llama_cpp"])

@@ -20,7 +20,7 @@ from llama_sidecar.sidecars import (
     open_sidecar,
     survey,
 )
-from llama_sidecar.sidecars.discover import base_name, main_paths
+from llama_sidecar.sidecars.discover import base_name, explain, main_paths
 from llama_sidecar.sidecars.keys import FINGERPRINT_ROWS, FINGERPRINT_TRUNK
 
 
@@ -81,8 +81,7 @@ def test_two_equal_candidates_are_an_error_that_lists_both(main: Path) -> None:
     tiny_gguf.sidecar(main.with_name("mtp-NAME-F32.gguf"))
     assert found(main) == "mtp-NAME-F32.gguf"  # the name settles it
     tiny_gguf.sidecar(main.parent / "MTP" / "mtp-NAME-F32.gguf")
-    with pytest.raises(errors.AmbiguousSidecar, match=r"MTP/mtp-NAME-F32\.gguf"):
-        discover(main)
+    assert found(main) == "mtp-NAME-F32.gguf"  # and then the folder
 
 
 @pytest.mark.parametrize("folder", ["MTP", "mtp", "DSpark"])
@@ -149,6 +148,48 @@ def test_a_surer_match_wins_over_the_name(tmp_path: Path) -> None:
     assert (
         result is not None and result.path.name == "mtp-other.gguf" and result.reason.startswith("verified")
     )
+
+
+def test_beside_the_main_model_comes_before_a_folder_below(tmp_path: Path) -> None:
+    main = tiny_gguf.main(tmp_path / "NAME-Q8_0.gguf", type="Q8_0")
+    tiny_gguf.sidecar(tmp_path / "MTP" / "mtp-NAME-Q8_0.gguf", type="Q8_0")
+    assert found(main) == "MTP/mtp-NAME-Q8_0.gguf"
+    tiny_gguf.sidecar(tmp_path / "mtp-NAME-F16.gguf", type="F16")
+    assert found(main) == "mtp-NAME-F16.gguf"
+
+
+def explained(main: Path) -> dict[str, str]:
+    opened = open_main(main)
+    return {path.name: why for path, why in explain(opened, survey(opened)).items()}
+
+
+def test_every_choice_is_explained(tmp_path: Path) -> None:
+    """Each by the rule that decided; what does not fit says so itself."""
+    main = tiny_gguf.main(tmp_path / "NAME-Q8_0.gguf", type="Q8_0", keys={FINGERPRINT_ROWS: "1" * 64})
+    assert explained(main) == {}
+    tiny_gguf.sidecar(tmp_path / "eagle3-NAME.gguf", "eagle3")
+    (tmp_path / "dflash-cut.gguf").write_bytes(b"GGUF")
+    assert explained(main) == {"eagle3-NAME.gguf": "chosen: no other fits"}
+    tiny_gguf.sidecar(tmp_path / "MTP" / "mtp-free.gguf")
+    why = "MTP comes before EAGLE3"
+    assert explained(main) == {"mtp-free.gguf": f"chosen: {why}", "eagle3-NAME.gguf": f"passed over: {why}"}
+    tiny_gguf.sidecar(tmp_path / "mtp-other.gguf")
+    beside = "mtp-other.gguf lies beside the main model, mtp-free.gguf in a folder below"
+    assert explained(main)["mtp-free.gguf"] == f"passed over: {beside}"
+    assert explained(main)["mtp-other.gguf"] == f"chosen: {beside}; {why}"
+    tiny_gguf.sidecar(tmp_path / "mtp-NAME-F16.gguf", type="F16")
+    assert "called as the main model is" in explained(main)["mtp-other.gguf"]
+    tiny_gguf.sidecar(tmp_path / "mtp-NAME-Q8_0.gguf", type="Q8_0")
+    assert (
+        explained(main)["mtp-NAME-F16.gguf"] == "passed over: Q8_0 is nearer the main model's Q8_0 than F16"
+    )
+    prints = {FINGERPRINT_TRUNK: open_main(main).trunk, FINGERPRINT_ROWS: "1" * 64}
+    tiny_gguf.sidecar(tmp_path / "mtp-sure.gguf", keys=prints)
+    assert explained(main)["mtp-NAME-Q8_0.gguf"] == "passed over: 'verified' is surer than 'unverified'"
+    tiny_gguf.sidecar(tmp_path / "mtp-sure-too.gguf", keys=prints)
+    assert all("name one with --sidecar" in why for why in explained(main).values())
+    whole = tiny_gguf.main(tmp_path / "whole.gguf", head=True)
+    assert set(explained(whole).values()) == {"passed over: the main model has a head inside"}
 
 
 def test_what_does_not_fit_is_passed_over_with_its_reason(main: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_main_model_as_json(folder: Path) -> None:
         "mtp",
         "verified",
     )
+    assert fits["choice"] == "chosen: no other fits" and not report["passed_over"][0]["choice"]
     reasons = {Path(other["path"]).name: other["detail"] for other in report["passed_over"]}
     assert (
         "fingerprint" in reasons["other.gguf"]
@@ -98,7 +99,7 @@ def test_every_kind_is_shown_to_people(name: str, tmp_path: Path) -> None:
 
 def test_tables_name_what_fits_and_what_does_not_and_escape_what_the_file_says(folder: Path) -> None:
     result = CliRunner().invoke(command, [str(folder / "NAME-Q8_0.gguf")], catch_exceptions=False)
-    for text in ("a main model", "Q8_0", "verified", "mtp-NAME", "dflash-cut", "[b]N\\x1b"):
+    for text in ("a main model", "Q8_0", "verified", "mtp-NAME", "dflash-cut", "chosen", "[b]N\\x1b"):
         assert text in result.output
     assert "\x1b" not in result.output
 

@@ -32,6 +32,7 @@ KINDS = [
     "eagle3, attention",
     "eagle3, hybrid",
     "dflash, attention",
+    "dflash2, hybrid",
     "dspark, hybrid",
     "model, hybrid",
     "ngram, attention",
@@ -70,12 +71,12 @@ def files(
     text = drafts.greedy_text(main, PROMPT, 80)
     if kind == "dspark":
         return main, drafts.write_dflash(folder, markov=True, text=text, scale=0.2)
-    return main, drafts.write_dflash(folder)
+    return main, drafts.write_dflash(folder, selector=kind == "dflash2")
 
 
 def opened(files: tuple[Path, Path | None], **options: Any) -> Model:
     if files[1] is None:
-        options["spec_type"] = "ngram"
+        options = {"spec_type": "ngram"} | options
     return load(*files, **{"ctx": 256, "threads": 1, "depth": 3, "draft_vocab": "full"} | options)
 
 
@@ -149,6 +150,58 @@ def test_plain_sessions_and_drafting_ones_read_each_others_files(
         with model.session(spec_type=restored_by, restore=path) as session:
             assert written(session, [*PROMPT, *text[:20]], 20) == text[20:]
             assert session._native.state() == state
+
+
+@pytest.mark.parametrize("saved_by", ["drafting", "plain"])
+def test_models_loaded_with_a_drafter_and_without_read_each_others_files(
+    files: tuple[Path, Path | None], saved_by: str, tmp_path: Path
+) -> None:
+    """A plain one leaves out what the drafter has seen, and has no rollback slots; a drafting one begins anew behind the text."""
+    path = tmp_path / "one.session"
+
+    def loaded(how: str) -> Model:
+        return opened(files) if how == "drafting" else opened((files[0], None), spec_type="none")
+
+    with loaded(saved_by) as model, model.session() as session:
+        text = written(session, PROMPT, 20)
+        session.save(path)
+        rest = written(session, [*PROMPT, *text], 20)
+        state = session._native.state()
+    with loaded("plain" if saved_by == "drafting" else "drafting") as model:
+        assert (model.kind is None) == (saved_by == "drafting")
+        with model.session(restore=path) as session:
+            again = session.generate([*PROMPT, *text], max_tokens=20, **GREEDY)
+            again.read()
+            assert again.tokens == rest and again.stats.n_reused == len(PROMPT) + 19
+            assert session._native.state() == state
+
+
+@pytest.mark.parametrize("spec_type", ["auto", "none"])
+@pytest.mark.parametrize(("was", "other"), [("on", "off"), ("off", "on")])
+def test_values_lie_in_the_cache_as_flash_attention_had_them(
+    was: str, other: str, spec_type: str, pair_of: PairOf, tmp_path: Path
+) -> None:
+    """What is chosen by itself may be another in another load, since it follows the kernels; what was asked for is kept."""
+    pair, path = pair_of("R", "Q8_0"), tmp_path / "one.session"
+    files = (pair.main, pair.sidecar if spec_type == "auto" else None)
+    for kernels in ("ours", "stock"):  # with which it is off, and on
+        options: dict[str, Any] = {"kernels": kernels}
+        with (
+            opened((pair.main, pair.sidecar), flash_attn=was, **options) as model,
+            model.session() as session,
+        ):
+            text = written(session, PROMPT, 20)
+            session.save(path)
+            rest = written(session, [*PROMPT, *text], 20)
+        with opened(files, spec_type=spec_type, **options) as model:
+            with model.session(restore=path) as session:
+                assert written(session, [*PROMPT, *text], 10) == rest[:10]
+                session.save(tmp_path / "later.session")
+            with model.session(restore=tmp_path / "later.session") as session:
+                assert written(session, [*PROMPT, *text, *rest[:10]], 10) == rest[10:]
+    with opened(files, flash_attn=other, spec_type=spec_type) as model:
+        why = refusal(model, path)
+        assert f"flash attention {was}, this session's is {other} (--flash-attn {was})" in why
 
 
 def test_another_head_and_another_depth_go_on_with_the_same_text(pair_of: PairOf, tmp_path: Path) -> None:
@@ -357,6 +410,7 @@ def rewritten(
         (lambda head: head.pop("origin"), "its head"),
         (lambda head: head["origin"].pop("n_ctx"), "its head"),
         (lambda head: head["origin"].update(cache_types=5), "its head"),
+        (lambda head: head["origin"].update(flash_attn="maybe"), "its head"),
         (lambda head: head["origin"].update(cache_types=[5, None]), "KV cache is 5/None"),
     ],
 )

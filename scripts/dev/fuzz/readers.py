@@ -360,7 +360,7 @@ def run_session(data: bytes) -> None:
     from llama_sidecar.runtime.session_file import Origin, read
 
     digest = hashlib.sha256(data).digest()
-    here = Origin("m", "l", ("f16", "f16"), 64, None, None, None)
+    here = Origin("m", "l", ("f16", "f16"), "auto", 64, None, None, None)
     expected(lambda: read(on_disk(data + digest, "x.session"), here))
 
 
@@ -369,7 +369,7 @@ def session_seeds() -> list[bytes]:
 
     from llama_sidecar.runtime.session_file import MAGIC, VERSION, Origin
 
-    origin = Origin("m", "l", ("f16", "f16"), 64, None, None, None)
+    origin = Origin("m", "l", ("f16", "f16"), "auto", 64, None, None, None)
     head = json.dumps({"origin": asdict(origin), "tokens": [1, 2, 3], "bytes": [8, 4]}).encode()
     return [struct.pack("<22sIQ", MAGIC, VERSION, len(head)) + head + bytes(12)]
 
