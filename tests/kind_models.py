@@ -31,12 +31,21 @@ KINDS = (
     "model",
     "ngram",
 )
+HYBRID = (
+    "mtp, R",
+    "eagle3",
+    "dflash",
+    "dflash2",
+    "dspark",
+    "model",
+    "ngram",
+)  # draft for hybrid targets, too
 ALWAYS = tuple(kind for kind in KINDS if kind != "ngram")  # draft in every round, whatever the text is
 _LAYERS = (1, 2, 3)
 
 
-def write_kind(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The main file, with its drafter beside it or named in the options of `load`."""
+def write_kind(kind: str, folder: Path, *, hybrid: bool = False) -> tuple[Path, dict[str, Any]]:
+    """The main file, with its drafter beside it or named in the options of `load`; `hybrid`, of a kind in HYBRID, is R's target."""
     if kind == "mtp, W":
         result = convert(make_checkpoint(folder, "mimo2", "joined"), folder / "out", "Q8_0", "Q8_0")
         assert result.main
@@ -51,11 +60,13 @@ def write_kind(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
         assert whole
         return whole, {"sidecar": convert(draft, folder / "out", None, "Q8_0", target=checkpoint).sidecar}
     if kind == "ngram":
-        return models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main, {"spec_type": "ngram"}
+        return models.write_pair(folder, recurrent=hybrid, type=drafts.T.Q8_0).main, {"spec_type": "ngram"}
     if kind == "model":
-        main = models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main
-        return main, {"sidecar": write_near(folder / "draft", recurrent=False)}
-    main = drafts.write_target(folder, "qwen3")
+        main = models.write_pair(folder, recurrent=hybrid, type=drafts.T.Q8_0).main
+        return main, {"sidecar": write_near(folder / "draft", recurrent=hybrid)}
+    main = drafts.write_target(folder, "qwen35" if hybrid else "qwen3")
+    for head in folder.glob("mtp-*"):  # it would come first
+        head.unlink()
     if kind == "eagle3":
         fc = drafts.fitted_fc(main, PROMPT, _LAYERS, ahead=2)
         drafts.write_eagle3(folder, layers=_LAYERS, scale=0.2, fc=fc)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kind_models import ALWAYS, KINDS, PROMPT, open_kind, write_kind
+from kind_models import ALWAYS, HYBRID, KINDS, PROMPT, open_kind, write_kind
 
 from llama_sidecar.runtime import Generation, Model, Scripted, Session, _native
 from llama_sidecar.runtime.sampling import MAX_SEED
@@ -32,12 +32,12 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelOf]:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def written(kind: str) -> tuple[Path, dict[str, Any]]:
-            return write_kind(kind, tmp_path_factory.mktemp(kind.replace(", ", "-")))
+        def written(kind: str, hybrid: bool) -> tuple[Path, dict[str, Any]]:
+            return write_kind(kind, tmp_path_factory.mktemp(kind.replace(", ", "-")), hybrid=hybrid)
 
         @functools.cache
-        def opened(kind: str, batch: int = 512, **options: Any) -> Model:
-            return stack.enter_context(open_kind(*written(kind), batch=batch, **options))
+        def opened(kind: str, batch: int = 512, hybrid: bool = False, **options: Any) -> Model:
+            return stack.enter_context(open_kind(*written(kind, hybrid), batch=batch, **options))
 
         yield opened
 
@@ -144,6 +144,26 @@ def test_a_state_after_rewinds_is_that_of_a_run_that_never_speculated(
         for token in text[:-1]:
             session._native.feed([token], True)
         assert session._native.state() == found
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+@pytest.mark.parametrize("n_slots", [0, 1, 2])
+def test_fewer_rollback_slots_than_the_depth(model_of: ModelOf, kind: str, n_slots: int) -> None:
+    """Case 14: a checkpoint stands in, and the drafter goes on as if there had been slots."""
+    model = model_of(kind, hybrid=True)
+    with model.session(spec_type="none") as session:
+        expected = write(session).tokens
+        state = session._native.state()
+    for n_right in [*range(DEPTH + 1), None]:
+        scripted = None if n_right is None else Scripted(PROMPT + expected, n_right)
+        with model.session(depth=DEPTH, n_slots=n_slots, scripted=scripted) as session:
+            text = write(session)
+            assert text.tokens == expected and session._native.state() == state
+            if n_right is not None and n_right + n_slots < DEPTH:
+                assert session.n_restores > 0
+    with model.session(depth=DEPTH) as session:
+        with_slots = write(session).stats
+    assert (text.stats.n_drafted, text.stats.n_accepted) == (with_slots.n_drafted, with_slots.n_accepted)
 
 
 @pytest.mark.parametrize("kind", ALWAYS)
