@@ -35,11 +35,13 @@ def test_broken_utf8_is_replaced_and_not_held_for_ever() -> None:
     assert shown([b"a\xff", b"b\xe6\x97"], [])[0] == ["a\ufffd", "b", "\ufffd"]
 
 
+WHOLE = [chr(c).encode() for c in (*range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x40))]
+BEGUN = {character[:n] for character in WHOLE for n in range(1, len(character))}
+
+
 def n_begun(data: bytes) -> int:
     """Length of the character that the end of `data` has cut, by the definition."""
-    whole = [chr(c).encode() for c in (*range(0x80, 0xD800, 0x40), *range(0xE000, 0x110000, 0x40))]
-    begun = {character[:n] for character in whole for n in range(1, len(character))}
-    return next((n for n in (3, 2, 1) if len(data) >= n and data[-n:] in begun), 0)
+    return next((n for n in (3, 2, 1) if len(data) >= n and data[-n:] in BEGUN), 0)
 
 
 def test_any_bytes_in_any_pieces_are_shown_as_python_replaces_them_and_as_soon_as_they_can_be() -> None:
