@@ -30,6 +30,7 @@ from .errors import CacheError
 ARCH = "qwen35"
 MARK = "-random-"  # in the names of the files written here, and only these are ever removed
 SLICE_BYTES = 16 << 20
+ELSEWHERE = f"name another folder ({VARIABLE} sets that of predictions)"
 FREE_RESERVE_BYTES = 1 << 30  # never fill a disk to the brim for a measurement
 
 Announce = Callable[[int], None]
@@ -388,10 +389,8 @@ def _one_line(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CacheError(f"the disk of {folder} filled up: free some space, or set {VARIABLE}") from error
-        raise CacheError(
-            f"{folder} cannot be written ({error.strerror or error}): set {VARIABLE} to a folder that can"
-        ) from error
+            raise CacheError(f"the disk of {folder} filled up: free some space, or {ELSEWHERE}") from error
+        raise CacheError(f"{folder} cannot be written ({error.strerror or error}): {ELSEWHERE}") from error
 
 
 def _check_space(folder: Path, n_bytes: int) -> None:
@@ -399,7 +398,7 @@ def _check_space(folder: Path, n_bytes: int) -> None:
     if n_bytes + FREE_RESERVE_BYTES > free:
         raise CacheError(
             f"{folder} has {free / 1e9:.2f} GB free; {n_bytes / 1e9:.2f} GB of random weights and a reserve of "
-            f"{FREE_RESERVE_BYTES / 1e9:.2f} GB are needed: free some space, choose a smaller size, or set {VARIABLE}"
+            f"{FREE_RESERVE_BYTES / 1e9:.2f} GB are needed: free some space, choose a smaller size, or {ELSEWHERE}"
         )
 
 
