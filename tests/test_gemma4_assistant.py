@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import checkpoints
+import numpy as np
 import pytest
-from checkpoints import listing
+from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, listing
 from draft_checkpoints import make_draft, make_target
 from native_rounds import drafts_at_depths, native_run
 from test_convert_peer import LISTINGS, assert_equal_tensors
@@ -54,6 +55,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 PROMPT = [5, 9, 30, 31, 5, 9, 77, 100, 101, 200, 5, 9]
 N = 32
+
+
+def test_its_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of a draft and of the one after it (scripts/dev/reference_logits.py)."""
+    pytest.importorskip("llama_cpp")
+    target = make_target(tmp_path, NAME)
+    main = convert(target, tmp_path / "out", "F32").main
+    expected = json.loads((LISTINGS / "reference_head_logits.json").read_text(encoding="utf-8"))
+    assert main
+    for variant in drafts()[NAME].TINY:
+        draft = make_draft(tmp_path, NAME, variant, target)
+        sidecar = convert(draft, tmp_path / variant, None, "F32", target=target).sidecar
+        exact = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
+        with load(main, sidecar, ctx=64, threads=1, **exact) as model:  # type: ignore[arg-type]
+            rows, head = reference.contexts(model, 1)
+            n = 3  # within the window, on whose end transformers' mask and llama.cpp's do not agree
+            rows.decode(LOGITS_PROMPT[:n], 0, [n - 1])
+            token, hidden = DRAFT_TOKEN, rows.hidden(n - 1)
+            for step in ("first", "second"):
+                head.decode([token], n, [0], [hidden])
+                found = head.logits(0)[:8]
+                np.testing.assert_allclose(found, expected[f"{NAME}-{variant}-{step}"], atol=1e-3)
+                token, hidden = head.greedy(0), head.hidden(0)
+            head.close()
+            rows.close()
 
 
 def test_it_drafts_as_the_reference_does_on_the_targets_own_cache(pair: tuple[Path, Path]) -> None:

@@ -14,6 +14,7 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from checkpoints import DRAFT_TOKEN, LOGITS_PROMPT, VARIANTS, make_checkpoint  # noqa: E402
+from draft_checkpoints import make_draft, make_target  # noqa: E402
+
+from llama_sidecar.converter.drafts import drafts  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Head:
     shift: float = 0.0
 
 
+ASSISTANT, N_IN_WINDOW = "gemma4_assistant", 3
 BLOCKS = {
     "bailingmoe3": Head("final_layernorm"),
     "cohere2moe": Head(),  # llama.cpp rotates in the head's block, which in the trunk only layers with a window do
@@ -95,6 +100,12 @@ def main(only: str | None, out: Path) -> None:
                     head.add(name, _block_logits(model, checkpoint, BLOCKS[arch]))
             elif getattr(model.config.get_text_config(), "num_mtp_layers", None):
                 head.add(name, _head_logits(model, found.hidden_states[-1]))
+    for variant in drafts()[ASSISTANT].TINY if only in (None, ASSISTANT) else ():
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            for step, logits in zip(
+                ("first", "second"), _assistant_logits(Path(folder), variant), strict=True
+            ):
+                head.add(f"{ASSISTANT}-{variant}-{step}", logits)
     trunk.write()
     head.write()
 
@@ -128,6 +139,31 @@ def _respell_ling(file: Path) -> None:
     )
     config |= {"model_type": "bailing_hybrid", "pad_token_id": None, "eos_token_id": None}
     file.write_text(json.dumps(config), encoding="utf-8")
+
+
+def _assistant_logits(folder: Path, variant: str) -> Iterator[torch.Tensor]:
+    """The logits of two drafts of Gemma 4's assistant after a few tokens and DRAFT_TOKEN, as transformers' generation asks for them.
+
+    All tokens are within the window, whose end llama.cpp's and transformers' masks do not agree on for the assistant.
+    """
+    checkpoint = make_target(folder, ASSISTANT)
+    draft = make_draft(folder, ASSISTANT, variant, checkpoint)
+    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    text = config["text_config"]  # which transformers wants to say it all
+    text |= {"vocab_size_per_layer_input": 0, "num_kv_shared_layers": text["num_hidden_layers"]}
+    (draft / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model, assistant = _load(checkpoint), _load(draft)
+    tokens = torch.tensor([LOGITS_PROMPT[:N_IN_WINDOW]])
+    found = model(tokens, output_hidden_states=True, return_shared_kv_states=True)
+    token, hidden = torch.tensor([[DRAFT_TOKEN]]), found.hidden_states[-1][:, -1:]
+    for _ in range(2):
+        drafted = assistant(
+            inputs_embeds=torch.cat([model.get_input_embeddings()(token), hidden], -1),
+            position_ids=torch.tensor([[N_IN_WINDOW]]),
+            shared_kv_states=found.shared_kv_states,
+        )
+        token, hidden = drafted.logits.argmax(-1), drafted.last_hidden_state
+        yield drafted.logits[0, -1]
 
 
 def _head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
