@@ -418,7 +418,7 @@ class Model:
                 scripted=scripted,
             )
             self._sessions.add(session)
-        if saved is not None:
+        if restore is not None and saved is not None:
             try:
                 session._restore(restore, saved)
             except BaseException:

@@ -17,7 +17,9 @@ class _File(click.Path):
         self._fetch = fetch
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._fetch(Path(super().convert(value, param, ctx)))
+        path = super().convert(value, param, ctx)
+        assert isinstance(path, Path)  # by path_type
+        return self._fetch(path)
 
 
 MODEL = _File(fetch)  # with the sidecar beside it

@@ -264,7 +264,7 @@ def _cached(address: Address) -> Path:
     ]
     if not commits:
         raise HubFailed(f"{address} is not in the cache, and HF_HUB_OFFLINE is set: unset it to fetch it")
-    return max(commits, key=lambda commit: commit.last_modified).snapshot_path
+    return Path(max(commits, key=lambda commit: commit.last_modified).snapshot_path)
 
 
 @contextmanager
