@@ -5,8 +5,8 @@ The message is one line: what was found, what was expected, what to do. This mod
 
 from __future__ import annotations
 
-from llama_sidecar.sidecars.errors import HubFailed as HubFailed
 from llama_sidecar.sidecars.errors import LlamaSidecarError
+from llama_sidecar.sidecars.hub import HubFailed as HubFailed
 
 
 class ConversionError(LlamaSidecarError):

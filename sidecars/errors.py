@@ -48,10 +48,6 @@ class UnwritableFile(LlamaSidecarError):
     """The system refuses to write a file: no permission, a full disk."""
 
 
-class HubFailed(LlamaSidecarError):
-    """The Hugging Face Hub cannot be reached, has no such model, or refuses to give it."""
-
-
 # A GGUF container that breaks its own rules.
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llama_sidecar.sidecars.discover import AUTO, KIND_WORD, TYPE_WORD, base_name
-from llama_sidecar.sidecars.errors import HubFailed, LlamaSidecarError, listed
+from llama_sidecar.sidecars.errors import LlamaSidecarError, listed
 from llama_sidecar.sidecars.kinds import KINDS
 from llama_sidecar.sidecars.shards import shard_name
 
@@ -30,6 +30,10 @@ _ADDRESS = re.compile(
 )
 _USUAL_TYPES = ("Q4_K_M", "Q8_0")  # llama.cpp's, where none is named
 _NO_MODELS = re.compile("mmproj|imatrix|" + "|".join(f"{kind}-" for kind in KINDS))
+
+
+class HubFailed(LlamaSidecarError):
+    """The Hugging Face Hub cannot be reached, has no such model, or refuses to give it."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from llama_sidecar.runtime import load
 from llama_sidecar.scripts.inspect import command as inspect_command
 from llama_sidecar.scripts.run import command as run_command
 from llama_sidecar.scripts.split import command as split_command
-from llama_sidecar.sidecars.errors import HubFailed
-from llama_sidecar.sidecars.hub import choose_model, choose_sidecar, fetch, fetch_sidecar, parse
+from llama_sidecar.sidecars.hub import HubFailed, choose_model, choose_sidecar, fetch, fetch_sidecar, parse
 
 ADDRESS = f"hf://{REPOSITORY}"
 PROMPT = list(b"hello world")
