@@ -3,8 +3,8 @@
 
     exact_texts.py MAIN.gguf [SIDECAR.gguf] [--texts 200] [-n 256] [--depth 3] [--kernels stock] [--any-width]
 
-Prompts are the beginnings of this Python's own modules, in the order of their names. `--any-width` leaves exact decoding out: how
-many texts part without it. Exits with 1 where a text does.
+Prompts are the beginnings of this Python's own modules, in the order of their names, then of its packages'. `--any-width`
+leaves exact decoding out: how many texts part without it. Exits with 1 where a text does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ N_CHARACTERS = 300
 
 def prompts() -> Iterator[str]:
     """What modules of the standard library begin with; the same on every machine with this Python."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    packages = (path for path in sorted(stdlib.glob("*/*.py")) if path.parent.name != "site-packages")
+    for path in (*sorted(stdlib.glob("*.py")), *packages):
         text = path.read_text(encoding="utf-8", errors="replace")[:N_CHARACTERS]
         if len(text) == N_CHARACTERS:
             yield text
