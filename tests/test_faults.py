@@ -140,6 +140,9 @@ def test_a_file_that_may_not_be_read_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+SHORT_TEXT = ["-p", "def f", "-n", "8", "--temp", "0", "--threads", "1", "--ctx", "128"]
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
 def test_without_a_cache_the_text_is_the_same(
     faults: Path, number: int, pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,20 +150,7 @@ def test_without_a_cache_the_text_is_the_same(
     """A folder that is read-only, full or somebody else's costs time, never a text."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(cache))
-    options = [
-        "run",
-        pair_of("R", "Q8_0").main,
-        "-p",
-        "def f",
-        "-n",
-        "8",
-        "--temp",
-        "0",
-        "--threads",
-        "1",
-        "--ctx",
-        "128",
-    ]
+    options = ["run", pair_of("R", "Q8_0").main, *SHORT_TEXT]
     plain = command(faults, "c 1 /nowhere", *options)
     shutil.rmtree(cache)
     done = command(faults, f"e{number} 1 {cache}", *options, sorts="owtfrlm")
@@ -172,20 +162,7 @@ def test_without_a_cache_the_text_is_the_same(
 def test_two_programs_share_an_empty_cache(pair_of: PairOf, tmp_path: Path) -> None:
     """Both measure, cut a head and count at once; what they leave serves a third."""
     environment = {**os.environ, "LLAMA_SIDECAR_CACHE": str(tmp_path)}
-    options = [
-        "-p",
-        "def f",
-        "-n",
-        "8",
-        "--temp",
-        "0",
-        "--threads",
-        "1",
-        "--ctx",
-        "128",
-        "--draft-vocab",
-        "128",
-    ]
+    options = [*SHORT_TEXT, "--draft-vocab", "128"]
     run = [sys.executable, "-m", "llama_sidecar.scripts", "run", pair_of("R", "Q8_0").main, *options]
 
     def start() -> subprocess.Popen[str]:

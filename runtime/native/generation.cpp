@@ -41,7 +41,7 @@ std::optional<std::string> Generation::rounds(Session & session, Turns & turns, 
     const std::function<void()> compute = [&] {
         do {
             const std::optional<std::string> more = round(session);
-            if (more) shown = shown.value_or("") + *more;
+            if (more) (shown ? *shown : shown.emplace()) += *more;
             now = Clock::now();
             goes_on = more.has_value() && now < ends;
         } while (goes_on && now - looked < between_looks && !turns.is_over());

@@ -81,12 +81,8 @@ void bind_smallbatch(nb::module_ & m) {
         },
         "handle"_a, "Registers the device with the library with this dlopen handle, once. Returns why not, or None.");
     m.def(
-        "use_huge_pages",
-        [](uintptr_t handle) -> std::optional<std::string> {
-            const std::string problem = use_huge_pages(reinterpret_cast<void *>(handle));
-            return problem.empty() ? std::nullopt : std::optional(problem);
-        },
-        "handle"_a, "Makes the library with this dlopen handle ask for huge pages, once. Returns why not, or None.");
+        "use_huge_pages", [](uintptr_t handle) { return use_huge_pages(reinterpret_cast<void *>(handle)); },
+        "handle"_a, "Makes the library with this dlopen handle ask for huge pages, once; False when it cannot.");
     m.def(
         "smallbatch_set_for",
         [](int32_t type) {

@@ -30,21 +30,18 @@ ggml::Buffer * alloc_in_huge_pages(ggml::BufferType * type, size_t n_bytes) {
 
 }  // namespace
 
-std::string use_huge_pages(void * handle) {
-    if (alloc_as_before != nullptr) return "";
-    const std::string missing = resolve(handle, library);
-    if (!missing.empty()) return "the loaded ggml lacks " + missing;
-    const std::string differing = buffer_mismatch(library);
-    if (!differing.empty()) return differing;
+bool use_huge_pages(void * handle) {
+    if (alloc_as_before != nullptr) return true;
+    if (!resolve(handle, library).empty() || !buffer_mismatch(library).empty()) return false;
     ggml::BufferTypeTable & table = library.cpu_buffer_type()->table;
     alloc_as_before = table.alloc_buffer;
     table.alloc_buffer = alloc_in_huge_pages;
-    return "";
+    return true;
 }
 
 #else
 
-std::string use_huge_pages(void *) { return ""; }
+bool use_huge_pages(void *) { return false; }
 
 #endif
 

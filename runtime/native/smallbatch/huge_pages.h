@@ -6,12 +6,11 @@
 // "madvise", the usual choice), and llama.cpp writes zeros as soon as it has a buffer: so this asks between the two.
 #pragma once
 
-#include <string>
-
 namespace sidecar::smallbatch {
 
 // From now on the library with this dlopen handle asks for huge pages for every larger buffer of its CPU buffer type. Does nothing
-// the second time, or where there are no huge pages to ask for. Returns why it cannot, or nothing. Not thread-safe against itself.
-std::string use_huge_pages(void * handle);
+// the second time. Returns whether it asks: not where there are no huge pages to ask for, nor with a ggml that differs from the
+// tested one. Not thread-safe against itself.
+bool use_huge_pages(void * handle);
 
 }  // namespace sidecar::smallbatch
