@@ -24,6 +24,7 @@ class Pace(_native.Pace):
             of the drafter, its catch-up included, and of the target's decode.
         depth_found(n_found, n_matched), observe_found(...), compare_found(...): the same for what the look-up finds (ngram.h).
         plain_in_place(): tells that plain rounds run in the context that drafts, for want of another: they cost its single row.
+        delayed(seconds): tells how long making the plain context took: looks pay that off, too.
         speedup(depth): expected speed at a depth over plain decoding's.
         acceptance: (max_depth,) the chance that a draft stands when all before it do.
 

@@ -413,12 +413,15 @@ class Session:
             if pace is not None:
                 pace.plain_in_place()
             return
+        started = time.perf_counter()
         try:
             context = make_target_context(
                 self.model.weights, replace(self._settings, batch=1), n_ctx=self.n_ctx, depth=0, n_slots=0
             )
             self._contexts.append(context)
             self._native.set_plain_context(address(context))
+            if pace is not None:
+                pace.delayed(time.perf_counter() - started)
         except LoadError:  # no memory for a second context
             if pace is not None:
                 pace.plain_in_place()

@@ -410,6 +410,22 @@ def test_what_is_believed_of_plain_rounds_in_place() -> None:
     assert pace.speedup(1) < Pace(replace(costs, plain_s=2.0)).speedup(1)
 
 
+def test_a_delay_is_paid_off_before_the_next_look() -> None:
+    """At one token of a hundred: what took ten tokens' time is paid off after a thousand more."""
+    costs = MACHINES["GPU"]
+    waits = []
+    for delay_s in (0.0, 10 * costs.plain_s):
+        pace = Pace(costs)
+        while pace.drafting():
+            pace.observe(pace.depth(), 0, 0.05, 1.2)
+        pace.delayed(delay_s)
+        waits.append(0)
+        while not pace.drafting():
+            pace.observe(0, 0, 0.0, costs.plain_s)
+            waits[-1] += 1
+    assert waits[1] - waits[0] == pytest.approx(1000, abs=1)
+
+
 def test_switching_takes_as_long_as_it_was_told_last() -> None:
     """Where it is dear a stretch begins with a debt, and looks are seldom."""
     costs = MACHINES["GPU"]

@@ -108,6 +108,8 @@ void Pace::plain_in_place() {
     believe();
 }
 
+void Pace::delayed(double seconds) { owe(seconds / costs_.plain_s); }
+
 void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) {
     if (n_accepted < 0 || n_accepted > n_drafted || n_drafted > max_depth()) {
         throw std::invalid_argument(std::to_string(n_accepted) + " of " + std::to_string(n_drafted) +
@@ -291,8 +293,10 @@ void Pace::end_stretch() {
     drafting_ = false;
     n_failures_ = lost_ > 0 ? n_failures_ + 1 : 0;
     wait_ = int32_t(std::min(std::ldexp(double(min_wait), n_failures_), double(max_wait)));
-    debt_ = std::min(std::max(debt_ + lost_, -max_credit), max_debt);
+    owe(lost_);
 }
+
+void Pace::owe(double tokens) { debt_ = std::min(std::max(debt_ + tokens, -max_credit), max_debt); }
 
 // What is known fades with every round, drafted or plain. Where nothing is left the prior stands in, and fades in turn: one that
 // stayed would tip close decisions.

@@ -116,6 +116,7 @@ class Pace final : public Pacing {
 
     void plain_in_place() override;
     void switched(double seconds) override { switch_s_ = seconds; }
+    void delayed(double seconds) override;
     // Throws std::invalid_argument unless 0 <= n_accepted <= n_drafted <= max_depth.
     void observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) override;
     void observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s) override;
@@ -142,6 +143,7 @@ class Pace final : public Pacing {
     void look_for_better(const std::vector<double> & speeds);
     void begin_stretch();
     void end_stretch();
+    void owe(double tokens);
     void fade(int64_t n_rounds);
     void learn_draft(double surprise);
     void learn_change(double seconds);

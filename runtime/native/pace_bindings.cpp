@@ -39,6 +39,7 @@ void bind_pace(nb::module_ & m) {
         .def("plain_in_place", &Pacing::plain_in_place,
              "Tells that plain rounds run in the context that drafts, for want of another.")
         .def("switched", &Pacing::switched, "seconds"_a, "Tells how long moving from one context to the other took.")
+        .def("delayed", &Pacing::delayed, "seconds"_a, "Tells how long making the plain context took.")
         .def("observe", &Pacing::observe, "n_drafted"_a, "n_accepted"_a, "draft_s"_a, "verify_s"_a,
              "Tells what a round did: drafts made, those that stood, seconds of the drafter and of the target's decode.");
 

@@ -18,6 +18,8 @@ class Pacing {
     virtual void plain_in_place() = 0;
     // Moving from one context to the other took that long.
     virtual void switched(double seconds) = 0;
+    // Making the plain context, which only rounds without drafts need, took that long.
+    virtual void delayed(double /*seconds*/) {}
     // What a round did: drafts made, those that stood, seconds of the drafter (its catch-up included) and of the target's decode.
     virtual void observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) = 0;
 
