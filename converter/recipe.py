@@ -19,7 +19,6 @@ from gguf.constants import GGMLQuantizationType as GGMLType
 
 from llama_sidecar.converter.errors import UnknownType
 from llama_sidecar.sidecars import keys
-from llama_sidecar.sidecars.compact import NARROW_BLOCK, NARROW_VOCAB
 
 F16, F32, Q8_0 = GGMLType.F16, GGMLType.F32, GGMLType.Q8_0
 Q4_0, Q4_1, Q5_0, Q5_1 = GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1
@@ -272,7 +271,7 @@ def sidecar_recipe(name: str | None, *, may_keep: bool = False) -> Recipe:
     speed and nothing else, and those matrices are most of a sidecar.
     """
     if name is None:
-        return Recipe(NARROW_BLOCK.name, MIXES[NARROW_BLOCK.name], NARROW_VOCAB)
+        return Recipe(Q8_0.name, MIXES[Q8_0.name], Q4_0)
     mix = (KEPT.get(name) if may_keep else None) or _known(name)
     return Recipe(name, mix, mix.base)
 

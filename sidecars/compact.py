@@ -44,9 +44,8 @@ SMALL_VOCAB = 65_536  # up to here a cut costs more acceptance than it saves tim
 HASH_SCHEME = "llama-sidecar head 1"
 PIECE_BYTES = 1 << 18  # of a tensor, held in memory at a time: near the cache
 
-# The widest types of a narrow head, those that the converter writes by default: a draft step costs little more than reading it.
-NARROW_BLOCK = GGMLQuantizationType.Q8_0
-NARROW_VOCAB = GGMLQuantizationType.Q4_0
+# The widest type of a narrow head's matrices: a draft step costs little more than reading them, and drafts are as good.
+NARROW = GGMLQuantizationType.Q4_0
 
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
 Types = Mapping[str, int]  # ggml's type of each tensor
@@ -195,27 +194,22 @@ def content_hash(source: Sidecar | MainFile) -> str:
 
 
 def narrow_types(source: Sidecar | MainFile) -> Types:
-    """Say which type each tensor of a head has in a compact sidecar written with `narrow`: none is wider than the converter's own.
+    """Say which type each tensor of a head has in a compact sidecar written with `narrow`.
 
-    Matrices of blocks wider than Q8_0 become that, those with one row per token and wider than Q4_0 become that (F16 where a
-    row is not whole blocks). Narrower ones stay as they are, and so do norms, routers, and types that cannot be dequantised here.
-    Raises CannotCut and the errors of FORMAT.md's rules.
+    Matrices wider than Q4_0 become that (F16 where a row is not whole blocks). Narrower ones stay as they are, and so do norms,
+    routers, and types that cannot be dequantised here. Raises CannotCut and the errors of FORMAT.md's rules.
 
     >>> narrow_types(open_sidecar("mtp-NAME-BF16.gguf"))["token_embd.weight"]  # doctest: +SKIP
     2
     """
-    head = _head(source)
-    cut = KINDS[_kind(source)].vocab_tensors(head)
-    return {info.name: int(_narrowed(info, info.name in cut)) for info in head.tensors.values()}
+    return {info.name: int(_narrowed(info)) for info in _head(source).tensors.values()}
 
 
-def _narrowed(info: TensorInfo, has_row_per_token: bool) -> int:
+def _narrowed(info: TensorInfo) -> int:
     is_matrix = len(info.shape) > 1 and info.name.endswith(".weight")
     if not is_matrix or info.name.endswith(keys.ALWAYS_F32) or not _can_dequantise(info.type):
         return info.type
-    wanted = NARROW_VOCAB if has_row_per_token else NARROW_BLOCK
-    if info.shape[0] % BLOCK_SIZES[wanted][0]:
-        wanted = GGMLQuantizationType.F16
+    wanted = GGMLQuantizationType.F16 if info.shape[0] % BLOCK_SIZES[NARROW][0] else NARROW
     return wanted if _bits(info.type) > _bits(wanted) else info.type
 
 
