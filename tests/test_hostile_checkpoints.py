@@ -150,7 +150,7 @@ def test_a_configuration_that_is_none_is_one_line(text: str, tmp_path: Path) -> 
     refused(folder)
 
 
-def test_small_files_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_small(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     with (folder / "config.json").open("r+b") as file:
         file.truncate(checkpoint.MAX_JSON_BYTES + 1)
