@@ -7,7 +7,6 @@ where it lies (places.py), how a file stores its tensors, how several of them ar
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,13 +15,12 @@ from typing import Any
 
 from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.errors import BadShard, MissingShard, NotACheckpoint, NoWeights, UnsafePath
-from llama_sidecar.converter.places import Place, place_of
+from llama_sidecar.converter.places import MAX_SMALL_BYTES, Place, place_of, small_file
 from llama_sidecar.converter.quantized import join_quantized
 from llama_sidecar.converter.shards import Stored, Tensor, read_bin, read_safetensors
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
-MAX_JSON_BYTES = 1 << 28  # of a small file: the largest tokenizers have 35 MB
 N_READERS = 8  # shards whose headers are read at a time: the place may be far away
 
 
@@ -46,8 +44,17 @@ class Checkpoint:
         return self.place.name
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object in one of its JSON files; {} if there is no such file."""
-        return read_object(self.folder / name) if (self.folder / name).is_file() else {}
+        """The object in one of its JSON files; {} if there is no such file. Raises NotACheckpoint and UnsafePath."""
+        path = small_file(self.folder, name)
+        return {} if path is None else read_object(path)
+
+    def text(self, name: str) -> str | None:
+        """What another of its small files says; None if there is no such file. Raises NotACheckpoint and UnsafePath."""
+        path = small_file(self.folder, name)
+        try:
+            return None if path is None else _read(path, "utf-8")
+        except (OSError, ValueError) as error:
+            raise NotACheckpoint(f"{path} cannot be read as text: {error}") from error
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -75,23 +82,29 @@ def open_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
 
 def read_config(place: Place) -> Config:
-    """The configuration of the checkpoint that lies there. Raises NotACheckpoint."""
-    if not os.path.isfile(place.folder / "config.json"):
+    """The configuration of the checkpoint that lies there. Raises NotACheckpoint and UnsafePath."""
+    path = small_file(place.folder, "config.json")
+    if path is None:
         raise NotACheckpoint(f"{place} has no config.json; expected the folder of a Hugging Face checkpoint")
-    return Config(read_object(place.folder / "config.json"))
+    return Config(read_object(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises NotACheckpoint when it holds anything else, or far more than any checkpoint's."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read")
-        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
+        value = json.loads(_read(path, "utf-8-sig"))  # some editors begin it with a mark
     except (OSError, ValueError, RecursionError) as error:
         raise NotACheckpoint(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise NotACheckpoint(f"{path} holds {type(value).__name__}; expected a JSON object")
     return value
+
+
+def _read(path: Path, encoding: str) -> str:
+    """A small file. Raises OSError, and ValueError where it is no text or far larger than any checkpoint's."""
+    if path.stat().st_size > MAX_SMALL_BYTES:
+        raise ValueError(f"it has {path.stat().st_size:,} bytes; at most {MAX_SMALL_BYTES:,} are read")
+    return path.read_text(encoding=encoding)
 
 
 # Which file holds which tensor.
@@ -104,7 +117,7 @@ def _collect(place: Place, files: ExitStack) -> tuple[dict[str, Stored], list[st
     else:
         shards = place.names("pytorch_model*.bin")
         index, single = BIN_INDEX, "pytorch_model.bin"
-    listed = _read_index(folder / index)
+    listed = _read_index(folder, index)
     if not shards and not listed:
         raise NoWeights(f"{place} holds no weights; expected *.safetensors or pytorch_model*.bin")
 
@@ -154,8 +167,9 @@ def _authority(folder: Path, index: str, single: str) -> str:
     return index if (folder / index).is_file() else single
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    if not path.is_file():
+def _read_index(folder: Path, name: str) -> dict[str, str]:
+    path = small_file(folder, name)
+    if path is None:
         return {}
     listed = read_object(path).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):

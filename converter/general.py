@@ -15,6 +15,7 @@ import gguf
 
 from llama_sidecar.converter.checkpoint import Checkpoint
 from llama_sidecar.converter.config import MAX_FLOAT, MAX_INTEGER
+from llama_sidecar.converter.places import small_file
 from llama_sidecar.sidecars.kinds import KINDS
 
 # generation_config.json -> general.sampling.*, with its type there. "repetition_penalty" is Hugging Face's own name.
@@ -33,6 +34,8 @@ SAMPLING: dict[str, tuple[str, type]] = {
     "mirostat_tau": ("mirostat_tau", float),
     "mirostat_eta": ("mirostat_eta", float),
 }
+MAX_CARD_BYTES = 1 << 20  # of README.md: the longest published ones, with hundreds of results, have 0.4 MB
+ANCHOR = re.compile(r"(?<!\w)&\S")
 # What of a model card may be a list: of texts, or of texts and descriptions.
 TEXT_LISTS = ("license", "tags", "pipeline_tag", "language", "languages")
 SOURCE_LISTS = ("base_model", "base_models", "base_model_sources", "dataset", "datasets", "dataset_sources")
@@ -87,11 +90,19 @@ def _is_number(value: Any, kind: type) -> bool:
 def _model_card(folder: Path) -> dict[str, Any]:
     """What of README.md's front matter the keys can hold; the rest of it is left out, as it only describes."""
     try:
+        path = small_file(folder, "README.md")
+        if path is None or path.stat().st_size > MAX_CARD_BYTES or _has_anchors(path.read_text("utf-8")):
+            return {}
         card = gguf.Metadata.load_model_card(folder)
         kept = {name: _kept(name, value) for name, value in card.items()}
     except Exception:  # whatever its YAML is: a README only describes
         return {}
     return {name: value for name, value in kept.items() if value is not None}
+
+
+def _has_anchors(text: str) -> bool:
+    """Whether a front matter names parts to repeat them: maps merged of merged maps fill the memory (before PyYAML 6.0.4)."""
+    return ANCHOR.search(text.partition("\n---\n")[0]) is not None
 
 
 def _kept(name: Any, value: Any) -> Any:

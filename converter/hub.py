@@ -18,7 +18,7 @@ import numpy as np
 from huggingface_hub import constants, errors, utils
 
 from llama_sidecar.converter.errors import HubFailed, NotACheckpoint, UnsupportedModel
-from llama_sidecar.converter.places import U8, Meter, Reading, WeightFile
+from llama_sidecar.converter.places import MAX_SMALL_BYTES, U8, Meter, Reading, WeightFile
 from llama_sidecar.sidecars.hub import failures, first_line
 
 # Its tries, by eight threads at once, are no news: what fails for good is raised.
@@ -49,6 +49,11 @@ class Hub:
         small = [name for name in self._sizes if any(fnmatch.fnmatchcase(name, known) for known in SMALL)]
         if "config.json" not in small:
             raise NotACheckpoint(f"{self} has no config.json; expected a Hugging Face checkpoint")
+        for name in small:
+            if self._sizes[name] > MAX_SMALL_BYTES:
+                raise NotACheckpoint(
+                    f"{self}: {name} has {self._sizes[name]:,} bytes; at most {MAX_SMALL_BYTES:,} are read"
+                )
         with self._failures(), _quietly(), ThreadPoolExecutor(4) as pool:
             paths = dict(zip(small, pool.map(self._download, small), strict=True))
         self.folder = paths["config.json"].parent

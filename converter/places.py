@@ -25,6 +25,7 @@ U8 = npt.NDArray[np.uint8]
 # How a model on the Hub is named.
 ADDRESS = re.compile(r"(?:hf://|https://huggingface\.co/)([\w.-]+/[\w.-]+)(?:@|/tree/)?([\w./-]*)")
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+MAX_SMALL_BYTES = 1 << 26  # of a file beside the weights: the largest tokenizers have 35 MB
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,7 @@ class Folder:
 
     def path(self, name: str) -> Path:
         """The file's path, if it is a file and its links stay in the folder, or in the cache whose snapshot the folder is."""
-        root = self.folder.resolve()
-        try:
-            target = (self.folder / name).resolve()
-        except (OSError, RuntimeError) as error:
-            raise BadShard(f"{self.folder / name} is a link that leads nowhere: {error}") from error
-        if not target.is_relative_to(_cache_root(root) or root):
-            raise UnsafePath(
-                f"{self.folder / name} is a link to {target}, outside the folder: copy the file into the folder"
-            )
+        target = _followed(self.folder, name)
         if not os.path.isfile(target):
             raise BadShard(
                 f"{self.folder / name} is a folder, a pipe or a broken link; expected a file of tensors"
@@ -164,6 +157,35 @@ class Folder:
             self.meter.read(buffer.nbytes)
 
         return WeightFile(name, str(path), found.st_size, read_into)
+
+
+def small_file(folder: Path, name: str) -> Path | None:
+    """The path of a file beside the weights; None where there is no file of that name.
+
+    Raises UnsafePath where its links lead out of the folder: a checkpoint's author does not choose which files of the reader's
+    machine go into a model.
+
+    >>> small_file(Path("Qwen3.5-0.8B"), "config.json")                             # doctest: +SKIP
+    PosixPath('Qwen3.5-0.8B/config.json')
+    """
+    if not os.path.isfile(folder / name):
+        return None
+    _followed(folder, name)
+    return folder / name
+
+
+def _followed(folder: Path, name: str) -> Path:
+    """Where a file's links lead: into the folder, or into the cache whose snapshot the folder is."""
+    root = folder.resolve()
+    try:
+        target = (folder / name).resolve()
+    except (OSError, RuntimeError) as error:
+        raise BadShard(f"{folder / name} is a link that leads nowhere: {error}") from error
+    if not target.is_relative_to(_cache_root(root) or root):
+        raise UnsafePath(
+            f"{folder / name} is a link to {target}, outside the folder: copy the file into the folder"
+        )
+    return target
 
 
 def place_of(checkpoint: str | Path) -> Place:

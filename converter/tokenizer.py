@@ -163,6 +163,7 @@ SPECIAL = {
     "eom": "eom",
 }
 DEFAULT = Vocabulary("qwen2")
+COMPANIONS = "additional_chat_templates"  # the folder of those that have a name
 
 
 def check_pre_tokenizer(name: str) -> None:
@@ -420,23 +421,28 @@ def _added_at_the_ends(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
     return {f"tokenizer.ggml.add_{name}_token": value for name, value in flags.items()}
 
 
-def _differs(template: str, file: Path) -> bool:
-    return file.read_text(encoding="utf-8").strip() != template.strip()
+def _companion(checkpoint: Checkpoint, path: Path) -> str:
+    text = checkpoint.text(f"{COMPANIONS}/{path.name}")
+    if text is None:
+        raise BadTokenizer(
+            f"{path} cannot be read: a folder, a pipe or a broken link; expected a file of text"
+        )
+    return text
 
 
 def _chat_templates(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> dict[str, Key]:
     """tokenizer_config.json's template, else chat_template.jinja (and its named companions), else chat_template.json."""
     template = settings.get("chat_template")
-    file = checkpoint.folder / "chat_template.jinja"
-    if template is None and file.is_file():
-        template = file.read_text(encoding="utf-8")
-        companions = sorted((checkpoint.folder / "additional_chat_templates").glob("*.jinja"))
+    file = checkpoint.text("chat_template.jinja")
+    if template is None and file is not None:
+        template = file
+        companions = sorted((checkpoint.folder / COMPANIONS).glob("*.jinja"))
         if companions:
-            named = [{"name": p.stem, "template": p.read_text(encoding="utf-8")} for p in companions]
+            named = [{"name": path.stem, "template": _companion(checkpoint, path)} for path in companions]
             template = [{"name": "default", "template": template}, *named]
     elif template is None:
         template = checkpoint.json("chat_template.json").get("chat_template")
-    elif isinstance(template, str) and file.is_file() and _differs(template, file):
+    elif isinstance(template, str) and file is not None and file.strip() != template.strip():
         checkpoint.warnings.append(
             "chat_template.jinja is not the chat template in tokenizer_config.json: the latter is used"
         )

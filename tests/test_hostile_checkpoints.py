@@ -1,7 +1,7 @@
 """Checkpoints from strangers: headers and configurations made to break their reader are one line, in bounded time and memory.
 
-Nothing of a checkpoint is run: pickles go through torch's weights-only loader, templates are copied. Links and names that lead
-out of the folder test_checkpoint.py has.
+Nothing of a checkpoint is run: pickles go through torch's weights-only loader, templates are copied. Links and names of shards
+that lead out of the folder test_checkpoint.py has.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 from checkpoints import VARIANTS, make_checkpoint, tiny_config, write_json
 
-from llama_sidecar.converter import checkpoint, convert, dry_run
+from llama_sidecar.converter import convert, dry_run, general
 from llama_sidecar.converter.config import Config
-from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint
+from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint, UnsafePath
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
+from llama_sidecar.converter.places import MAX_SMALL_BYTES
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -153,11 +154,79 @@ def test_a_configuration_that_is_none_is_one_line(text: str, tmp_path: Path) -> 
 def test_small_files_are_small(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     with (folder / "config.json").open("r+b") as file:
-        file.truncate(checkpoint.MAX_JSON_BYTES + 1)
-    assert "at most 268,435,456 are read" in refused(folder, NotACheckpoint)
+        file.truncate(MAX_SMALL_BYTES + 1)
+    assert "at most 67,108,864 are read" in refused(folder, NotACheckpoint)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert "has no config.json" in refused(folder, NotACheckpoint)
+
+
+LINKED = (
+    *(
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    ),
+    *("chat_template.jinja", "additional_chat_templates", "additional_chat_templates/x.jinja"),
+)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_no_file_of_the_reader_gets_into_a_model(name: str, tmp_path: Path) -> None:
+    """A checkpoint that was unpacked from an archive may have links to anything that whoever converts it can read."""
+    folder, elsewhere = make_checkpoint(tmp_path / "c"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "x.jinja").write_text("secret")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    target = folder / name
+    if name == "additional_chat_templates":
+        target.symlink_to(elsewhere)
+    else:
+        target.parent.mkdir(exist_ok=True)
+        moved = elsewhere / "moved"
+        if target.exists():
+            target.rename(moved)
+        else:
+            moved.write_text('{"weight_map": {}}' if name.endswith(".json") else "secret")
+        target.symlink_to(moved)
+    with pytest.raises(UnsafePath, match=r"is a link to .* outside the folder"):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_among_templates_is_not_waited_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {k: v for k, v in settings.items() if k != "chat_template"})
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    os.mkfifo(folder / "additional_chat_templates" / "x.jinja")
+    assert "x.jinja cannot be read: a folder, a pipe" in refused(folder)
+
+
+@pytest.mark.parametrize("what", ["bomb", "long", "link", "pipe"])
+def test_a_model_card_that_is_none_is_left_out(what: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    card, sound = folder / "README.md", "---\nlicense: mit\n---\n"
+    lines = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 12)]
+    if what == "bomb":
+        card.write_text("\n".join(["---", "license: mit", "a0: &a0 {x: 1}", *lines, "---", ""]))
+    elif what == "long":
+        card.write_text(sound + " " * general.MAX_CARD_BYTES)
+    elif what == "link":
+        (tmp_path / "card").write_text(sound)
+        card.symlink_to(tmp_path / "card")
+    else:
+        os.mkfifo(card)
+    assert general._model_card(folder) == {}
+    card.unlink()
+    card.write_text(sound + "text with *stars* & anchors &x")
+    assert general._model_card(folder) == {"license": "mit"}
 
 
 class _Bomb:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from sparse import n_bytes, write_sparse
 
 from llama_sidecar.converter import convert
 from llama_sidecar.converter.errors import HubFailed, NotACheckpoint, UnsupportedModel
-from llama_sidecar.converter.places import parse
+from llama_sidecar.converter.places import MAX_SMALL_BYTES, parse
 from llama_sidecar.scripts.convert import command
 from llama_sidecar.sidecars import open_sidecar
 from llama_sidecar.sidecars.fingerprint import N_SAMPLED_ROWS, N_SAMPLED_TENSORS
@@ -137,6 +138,13 @@ def test_a_repository_that_is_no_checkpoint(server: HubServer, tmp_path: Path) -
     (server.folder / "config.json").unlink()
     with pytest.raises(NotACheckpoint, match=r"has no config\.json"):
         convert(f"hf://{REPOSITORY}", tmp_path / "out")
+
+
+def test_a_small_file_that_is_none_is_not_downloaded(server: HubServer, tmp_path: Path) -> None:
+    os.truncate(server.folder / "tokenizer.json", MAX_SMALL_BYTES + 1)
+    with pytest.raises(NotACheckpoint, match=r"tokenizer\.json has 67,108,865 bytes; at most 67,108,864"):
+        convert(f"hf://{REPOSITORY}", tmp_path / "out")
+    assert server.sent == []
 
 
 def test_a_folder_that_is_mistyped_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

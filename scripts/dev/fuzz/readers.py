@@ -330,6 +330,10 @@ def run_tokenizer(data: bytes) -> None:
                 found = files.get(name)
                 return found if isinstance(found, dict) else {}
 
+            def text(self, name: str) -> str | None:
+                found = files.get(name)
+                return found if isinstance(found, str) else None
+
         for arch in ("qwen35", "gemma4"):
             expected(lambda a=arch: vocabulary_keys(Files(), families()[a].VOCABULARY))  # type: ignore[arg-type]
 
