@@ -117,9 +117,11 @@ def before_a_guard_page(data: np.ndarray) -> np.ndarray:
 SETS_WITH_ROWS = [name for name in _native.smallbatch_sets() if name != "avx512-bf16"]
 
 
-def row_op(name: int, x: np.ndarray, y: np.ndarray, *, set: str = "", threads: int = 1) -> np.ndarray:
+def row_op(
+    name: int, x: np.ndarray, y: np.ndarray, *, set: str = "", threads: int = 1, epsilon: float = 1e-6
+) -> np.ndarray:
     out = np.full_like(x, np.nan)
-    _native.smallbatch_row_op(name, x, y, out, parameter=1e-6, set=set, threads=threads)
+    _native.smallbatch_row_op(name, x, y, out, parameter=epsilon, set=set, threads=threads)
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from gguf import GGMLQuantizationType as T
 from llama_sidecar.runtime import _native, kernels, load
 from llama_sidecar.runtime.library import llama, set_verbose
 from llama_sidecar.runtime.weights import Settings, Weights, free_context, make_target_context
+from llama_sidecar.sidecars import read_header
 
 pytestmark = pytest.mark.skipif(kernels.problem() is not None, reason=str(kernels.problem()))
 
@@ -161,7 +163,7 @@ def test_every_kernel_set_in_a_context(name: str, type: str, file_of: Any) -> No
     try:
         alone = logits(weights, [1])  # random weights amplify what rounds otherwise
         assert np.abs(alone - logits(stock, [1])).max() < 1.5
-        check_widths(Reader(weights), ((247, 16), (592, 8)))
+        check_widths(Reader(weights), ((0, 8), (247, 16), (592, 8), (1992, 8)))
     finally:
         _native.smallbatch_use_set("")
     weights.close()
@@ -289,11 +291,72 @@ def test_another_model_in_the_process_gives_the_same_logits(type: str, file_of: 
     assert run("without") == run("with")
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_placed_weights_stay_in_the_mapped_file(file_of: Any) -> None:
+    def mapped_bytes() -> int:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ranges = [line[0].split("-") for line in lines if line[-1] == str(path)]
+        return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+    path = file_of("Q8_0")
+    matrices_bytes = sum(t.n_bytes for t in read_header(path).tensors.values() if t.type == T.Q8_0)
+    weights = open_weights(path)
+    assert mapped_bytes() >= matrices_bytes > 0
+    weights.close()
+    assert mapped_bytes() == 0
+
+
+def refusal(library: Path | None) -> str:
+    """What a process says in which the device is registered with this library."""
+    name = None if library is None else str(library)
+    code = f"import ctypes\nfrom llama_sidecar.runtime import _native\nlibrary = ctypes.CDLL({name!r})\n"
+    code += "print(_native.smallbatch_register(library._handle))"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
 def test_a_library_without_ggml_is_refused_with_a_reason() -> None:
-    code = """
-import ctypes
-from llama_sidecar.runtime import _native
-print(_native.smallbatch_register(ctypes.CDLL(None)._handle))
-"""
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert out.startswith("the loaded ggml lacks ggml_version, ")
+    assert refusal(None).startswith("the loaded ggml lacks ggml_version, ")
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        ("int unused", "None"),
+        ('const char * ggml_version(void) { return "9.9.9"; }', "ggml is 9.9.9, tested with "),
+        (
+            "void * ggml_backend_dev_backend_reg(void * device) { static int version = 3; return &version; }",
+            "ggml's backend interface is version 3, not ",
+        ),
+        (
+            "unsigned long ggml_tensor_overhead(void) { return 400; }",
+            "ggml lays these out otherwise: tensor",
+        ),
+        (
+            "unsigned long ggml_backend_buffer_get_size(void * buffer) { return 1; }",
+            "ggml lays these out otherwise: buffer",
+        ),
+        (
+            'const char * ggml_backend_dev_name(void * device) { return "CPU"; }',
+            "ggml lays these out otherwise: device",
+        ),
+        (
+            "void * ggml_backend_get_device(void * backend) { return 0; }",
+            "ggml lays these out otherwise: backend",
+        ),
+    ],
+    ids=["the same", "version", "interface", "tensor", "buffer", "device", "backend"],
+)
+def test_a_ggml_that_differs_is_refused_with_a_reason(function: str, reason: str, tmp_path: Path) -> None:
+    """The loaded ggml, behind a library that answers one question otherwise."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("Linux, and a C compiler")
+    import llama_cpp
+
+    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text(f"{function};\n")
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    command = [compiler, "-shared", "-fPIC", "-o", library, source, "-Wl,--no-as-needed", f"-L{folder}"]
+    names = ("llama", "ggml", "ggml-cpu", "ggml-base")
+    subprocess.run([*command, *(f"-l{name}" for name in names), f"-Wl,-rpath,{folder}"], check=True)
+    assert refusal(library).startswith(reason)

@@ -1,4 +1,5 @@
-"""The small-batch device as ggml calls it: graphs of one product, with planes of rows as attention has them and with experts.
+"""The small-batch device as ggml calls it: graphs of products, with planes of rows as attention has them and with experts, and
+of what follows on products.
 
 Every output must have the bits that the kernel alone gives its row; that those are right is test_smallbatch.py's.
 """
@@ -6,14 +7,15 @@ Every output must have the bits that the kernel alone gives its row; that those 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from blocks import n_values, random_weights
+from blocks import TYPES, n_values, random_weights
 from gguf import GGMLQuantizationType as T
-from test_smallbatch import each_kernel, multiply
+from test_smallbatch import SETS_WITH_ROWS, each_kernel, multiply, row_op
 
 from llama_sidecar.runtime import _native, kernels
 from llama_sidecar.runtime.library import llama
@@ -37,7 +39,12 @@ SIGNATURES: dict[str, Any] = {
     "ggml_new_tensor_3d": (P, P, ctypes.c_int, N, N, N),
     "ggml_permute": (P, P, P, *[ctypes.c_int] * 4),
     "ggml_mul_mat": (P, P, P, P),
+    "ggml_mul_mat_set_hint": (None, P, ctypes.c_int),
     "ggml_mul_mat_id": (P, P, P, P, P),
+    "ggml_add": (P, P, P, P),
+    "ggml_mul": (P, P, P, P),
+    "ggml_rms_norm": (P, P, P, ctypes.c_float),
+    "ggml_glu_split": (P, P, P, P, ctypes.c_int),
     "ggml_new_graph": (P, P),
     "ggml_build_forward_expand": (None, P, P),
     "ggml_free": (None, P),
@@ -49,7 +56,7 @@ class InitParams(ctypes.Structure):
 
 
 class Device:
-    """One backend of the device; a product is a graph of its own."""
+    """One backend of the device, and ggml's functions."""
 
     def __init__(self) -> None:
         self.lib = ctypes.CDLL(None, handle=llama()._lib._handle)
@@ -78,50 +85,86 @@ class Device:
         With ids (n_tokens, n_used): of matrix ids[t, u] with x[t, u], or with x[t, 0]. `swapped`: x lies in memory as
         (n_rows, n_planes, n_in).
         """
-        lib = self.lib
-        places, graphs = (lib.ggml_init(InitParams(1 << 20, None, True)) for _ in range(2))
-        a = self._tensor(places, type, (len(weights), weights.shape[1], x.shape[2]))
-        in_memory = np.ascontiguousarray(x.transpose(1, 0, 2)) if swapped else x
-        stored = b = self._tensor(graphs, T.F32, in_memory.shape)
+        graph = Graph(self)
+        a = graph.weights(type, weights, x.shape[2])
         if swapped:
-            b = lib.ggml_permute(graphs, stored, 0, 2, 1, 3)
-        if ids is None:
-            product, shape = lib.ggml_mul_mat(graphs, a, b), (*x.shape[:2], weights.shape[1])
+            b = graph.op("permute", graph.values(np.ascontiguousarray(x.transpose(1, 0, 2))), 0, 2, 1, 3)
         else:
-            c = self._tensor(graphs, T.I32, (1, *ids.shape))
-            product, shape = lib.ggml_mul_mat_id(graphs, a, b, c), (*ids.shape, weights.shape[1])
-        graph = lib.ggml_new_graph(graphs)
-        lib.ggml_build_forward_expand(graph, product)
-        buffers = [
-            lib.ggml_backend_alloc_ctx_tensors_from_buft(places, self.weights_type),
-            lib.ggml_backend_alloc_ctx_tensors_from_buft(graphs, self.cpu_type),
-        ]
-        self._set(a, weights)
-        self._set(stored, in_memory)
-        if ids is not None:
-            self._set(c, ids)
-        out = np.full(shape, np.nan, np.float32)
-        self._set(product, out)
-        taken = lib.ggml_backend_dev_supports_op(self.device, product)
-        if taken:
-            assert lib.ggml_backend_graph_compute(self.backend, graph) == 0
-            lib.ggml_backend_tensor_get(product, out.ctypes.data, 0, out.nbytes)
-        for buffer in buffers:
-            lib.ggml_backend_buffer_free(buffer)
-        for context in (places, graphs):
-            lib.ggml_free(context)
-        return out if taken else None
+            b = graph.values(x)
+        if ids is None:
+            node, shape = graph.op("mul_mat", a, b), (*x.shape[:2], weights.shape[1])
+        else:
+            node = graph.op("mul_mat_id", a, b, graph.values(ids[None]))
+            shape = (*ids.shape, weights.shape[1])
+        found = graph.compute({node: shape})
+        return None if found is None else found[0]
 
     def close(self) -> None:
         self.lib.ggml_backend_free(self.backend)
 
-    def _tensor(self, context: int, type: T, shape: tuple[int, ...]) -> int:
-        made: int = self.lib.ggml_new_tensor_3d(context, int(type), *reversed(shape))
-        return made
 
-    def _set(self, tensor: int, values: np.ndarray) -> None:
-        assert values.flags.c_contiguous
-        self.lib.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+class Graph:
+    """Tensors, and one computation of them: weights lie with the device, all else in the CPU's memory."""
+
+    def __init__(self, device: Device) -> None:
+        self.lib, self._device = device.lib, device
+        self._placed, self._made = (self.lib.ggml_init(InitParams(1 << 20, None, True)) for _ in range(2))
+        self._contents: dict[int, np.ndarray] = {}
+
+    def weights(self, type: T, values: np.ndarray, n_in: int) -> int:
+        """values (n_matrices, n_out, row_bytes)."""
+        return self._tensor(self._placed, type, (*values.shape[:2], n_in), values)
+
+    def values(self, values: np.ndarray) -> int:
+        """F32 or I32, of three dimensions."""
+        return self._tensor(self._made, T.I32 if values.dtype == np.int32 else T.F32, values.shape, values)
+
+    def op(self, name: str, *arguments: Any) -> int:
+        node: int = getattr(self.lib, f"ggml_{name}")(self._made, *arguments)
+        return node
+
+    def is_taken(self, node: int) -> bool:
+        with self._allocated():
+            return self._takes(node)
+
+    def compute(self, nodes: dict[int, tuple[int, ...]]) -> list[np.ndarray] | None:
+        """The values of all nodes that are computed, with their shapes and in their order; None where the device does not take one."""
+        lib, found = self.lib, [np.full(shape, np.nan, np.float32) for shape in nodes.values()]
+        graph = lib.ggml_new_graph(self._made)
+        for node in nodes:
+            lib.ggml_build_forward_expand(graph, node)
+        with self._allocated():
+            for tensor, values in (*self._contents.items(), *zip(nodes, found, strict=True)):
+                assert values.flags.c_contiguous
+                lib.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+            if not all(map(self._takes, nodes)):
+                return None
+            assert lib.ggml_backend_graph_compute(self._device.backend, graph) == 0
+            for node, values in zip(nodes, found, strict=True):
+                lib.ggml_backend_tensor_get(node, values.ctypes.data, 0, values.nbytes)
+        return found
+
+    @contextmanager
+    def _allocated(self) -> Iterator[None]:
+        """Memory for all tensors; they are gone afterwards."""
+        places = ((self._placed, self._device.weights_type), (self._made, self._device.cpu_type))
+        buffers = [
+            self.lib.ggml_backend_alloc_ctx_tensors_from_buft(context, type) for context, type in places
+        ]
+        yield
+        for buffer in buffers:
+            self.lib.ggml_backend_buffer_free(buffer)
+        for context, _ in places:
+            self.lib.ggml_free(context)
+
+    def _takes(self, node: int) -> bool:
+        taken: bool = self.lib.ggml_backend_dev_supports_op(self._device.device, node)
+        return taken
+
+    def _tensor(self, context: int, type: T, shape: tuple[int, ...], values: np.ndarray) -> int:
+        made: int = self.lib.ggml_new_tensor_3d(context, int(type), *reversed(shape))
+        self._contents[made] = values
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +229,122 @@ def test_planes_of_rows(
             found = device.product(type, weights, x[:, :n].copy(), swapped=swapped)
             assert found is not None and (found == wanted[:, :n]).all()
     assert device.product(type, weights, x) is None
+
+
+@pytest.mark.parametrize("kernels", _native.smallbatch_sets())
+@pytest.mark.parametrize("n_rows", [1, 3, 8])
+def test_products_of_one_input_and_of_several(kernels: str, n_rows: int, device: Device) -> None:
+    """In one graph, as q, k and v are, of every type: rows prepared for one type of weights are not another's, nor x's y's."""
+    rng, n_in = np.random.default_rng(n_rows), 256
+    types = [t for t in TYPES if _native.smallbatch_has_kernel(t, kernels)]
+    inputs = rng.standard_normal((3, n_rows, n_in)).astype(np.float32)
+    _native.smallbatch_use_set(kernels)
+    for _ in range(2):  # the next graph's tensors have these addresses again
+        graph, wanted, nodes = Graph(device), [], {}
+        rows = [graph.values(x[None]) for x in inputs]
+        for i in rng.integers(0, len(inputs), 4 * len(types)):
+            type = types[rng.integers(len(types))]
+            weights = random_weights(rng, type, 19, n_in)
+            nodes[graph.op("mul_mat", graph.weights(type, weights[None], n_in), rows[i])] = (n_rows, 19)
+            wanted.append(multiply(kernels, type, weights, inputs[i]))
+        found = graph.compute(nodes)
+        assert found is not None and all(map(np.array_equal, found, wanted))
+        inputs = inputs[::-1] * np.float32(0.5)
+    _native.smallbatch_use_set("")
+
+
+REGLU, GEGLU, SWIGLU = range(3)
+
+
+@pytest.mark.parametrize("kernels", SETS_WITH_ROWS)
+@pytest.mark.parametrize("n_rows", [1, 5, 8])
+def test_operations_that_follow_a_product(kernels: str, n_rows: int, device: Device) -> None:
+    """A norm, its factors, two products, SwiGLU and a sum, as a layer has them: with the bits that each has by itself."""
+    rng, n = np.random.default_rng(n_rows), 200
+    weights = [random_weights(rng, T.F32, n, n) for _ in range(3)]
+    x, added = rng.standard_normal((2, n_rows, n)).astype(np.float32)
+    factors = rng.standard_normal((1, n)).astype(np.float32)
+    _native.smallbatch_use_set(kernels)
+    graph = Graph(device)
+    matrices = [graph.weights(T.F32, w[None], n) for w in weights]
+    product = graph.op("mul_mat", matrices[0], graph.values(x[None]))
+    norm = graph.op("rms_norm", product, 0.5)
+    scaled = graph.op("mul", norm, graph.values(factors[None]))
+    gate, up = (graph.op("mul_mat", matrix, scaled) for matrix in matrices[1:])
+    both = graph.op("glu_split", gate, up, SWIGLU)
+    total = graph.op("add", both, graph.values(added[None]))
+    nodes = (product, norm, scaled, gate, up, both, total)
+    found = graph.compute(dict.fromkeys(nodes, (n_rows, n)))
+    _native.smallbatch_use_set("")
+    wanted = [multiply(kernels, T.F32, weights[0], x)]
+    wanted.append(row_op(2, wanted[0], wanted[0], set=kernels, epsilon=0.5))
+    wanted.append(row_op(1, wanted[1], factors, set=kernels))
+    wanted += [multiply(kernels, T.F32, w, wanted[2]) for w in weights[1:]]
+    wanted.append(row_op(3, wanted[3], wanted[4], set=kernels))
+    wanted.append(row_op(0, wanted[5], added, set=kernels))
+    assert found is not None and all(map(np.array_equal, found, wanted))
+
+
+N_IN = 64
+
+
+def rows(graph: Graph, n_rows: int, n_planes: int = 1, n: int = N_IN) -> int:
+    return graph.values(np.ones((n_planes, n_rows, n), np.float32))
+
+
+def matrices(graph: Graph, n_matrices: int = 1) -> int:
+    weights = random_weights(np.random.default_rng(0), T.F32, n_matrices * N_IN, N_IN)
+    return graph.weights(T.F32, weights.reshape(n_matrices, N_IN, -1), N_IN)
+
+
+def product(graph: Graph, n_rows: int = 4, n_planes: int = 1) -> int:
+    return graph.op("mul_mat", matrices(graph), rows(graph, n_rows, n_planes))
+
+
+def experts(graph: Graph, n_tokens: int) -> int:
+    ids = graph.values(np.zeros((1, n_tokens, 2), np.int32))
+    return graph.op("mul_mat_id", matrices(graph, 3), rows(graph, 1, n_tokens), ids)
+
+
+def hadamard(graph: Graph) -> int:
+    node = product(graph)
+    graph.lib.ggml_mul_mat_set_hint(node, 1)
+    return node
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(product, id="a product"),
+        pytest.param(lambda g: experts(g, 8), id="experts of eight tokens"),
+        pytest.param(
+            lambda g: g.op("mul_mat", rows(g, N_IN), product(g)), id="rows of a product times a cache"
+        ),
+        pytest.param(lambda g: g.op("add", product(g), rows(g, 4)), id="a sum"),
+        pytest.param(lambda g: g.op("mul", product(g), rows(g, 1)), id="factors"),
+    ],
+)
+def test_what_the_device_takes(build: Callable[[Graph], int], device: Device) -> None:
+    graph = Graph(device)
+    assert graph.is_taken(build(graph))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda g: product(g, 9), id="nine rows"),
+        pytest.param(lambda g: experts(g, 9), id="experts of nine tokens"),
+        pytest.param(lambda g: g.op("add", product(g, 9), rows(g, 9)), id="a sum of nine rows"),
+        pytest.param(hadamard, id="a Hadamard matrix"),
+        pytest.param(lambda g: g.op("mul_mat", rows(g, N_IN), rows(g, 4)), id="no weights of the device's"),
+        pytest.param(lambda g: g.op("add", rows(g, 4), product(g)), id="a sum of rows from elsewhere"),
+        pytest.param(lambda g: g.op("add", product(g, 4, 2), rows(g, 4, 2)), id="planes"),
+        pytest.param(lambda g: g.op("add", product(g), rows(g, 2)), id="two rows added to four"),
+        pytest.param(lambda g: g.op("mul", product(g), rows(g, 4, n=1)), id="a factor for each row"),
+        pytest.param(lambda g: g.op("glu_split", product(g), product(g), GEGLU), id="GEGLU"),
+        pytest.param(lambda g: g.op("glu_split", product(g), product(g), REGLU), id="ReGLU"),
+    ],
+)
+def test_what_the_device_leaves_to_the_cpu_backend(build: Callable[[Graph], int], device: Device) -> None:
+    graph = Graph(device)
+    assert not graph.is_taken(build(graph))
