@@ -246,6 +246,7 @@ def target_facts(model: Model) -> dict[str, Any]:
         "main": shapes(model.main.header),
         "threads": settings.n_threads,
         "flash_attn": settings.flash_attn,
+        "use_mmap": settings.use_mmap,
         "kernels": sorted(t.name for t in model.kernels.ours),
         "cache_types": [settings.cache_type_k, settings.cache_type_v],
     }

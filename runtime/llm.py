@@ -57,6 +57,8 @@ def load(
     ngram: bool = True,
     learn: bool = False,
     exact: bool = False,
+    use_mmap: bool = True,
+    use_mlock: bool = False,
     memory_check: bool = True,
     checkpoints: int = DEFAULT_CHECKPOINTS,
     force: bool = False,
@@ -93,6 +95,9 @@ def load(
         exact: decode only as many rows at once as have logits that are equal to the bit here, plain rounds too, so that token
             ids are those of plain decoding by construction. Which these are is measured once, in a few seconds, and kept in
             the user's cache folder; where none agree it is refused.
+        use_mmap: map the files, so that processes share them and what is not needed leaves the memory; else read them into memory
+            of this process, which Linux then gives in pages of 2 MB: faster where it maps files by 4 KB, as most file systems do.
+        use_mlock: keep the weights from being swapped out, if the system lets it.
         memory_check: refuse what this machine's memory is too small for, with what would fit.
         checkpoints: how many states of a recurrent or hybrid model a session keeps, each where a message ends: the next prompt goes
             on from the last one before which it says the same. Each takes the memory of one recurrent state. Models with
@@ -124,6 +129,8 @@ def load(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         kernels=kernels,
+        use_mmap=use_mmap,
+        use_mlock=use_mlock,
     )
     main_file = open_main(hub.fetch(main, spec_type if sidecar is None else "none"))
     if sidecar is not None:
@@ -254,6 +261,8 @@ class Model:
             n_gpu_layers=self.gpu_layers,
             device=settings.device,
             ours=self.kernels.ours,
+            use_mmap=settings.use_mmap,
+            use_mlock=settings.use_mlock,
         )
         # Whether a drafter's best tokens are taken on its device. Off: llama.cpp's greedy sampler hands out the logits beside the token
         # (llm_graph_context::build_sampling), so that nothing is saved. gpu_check.py measures both.
@@ -269,6 +278,8 @@ class Model:
                 n_gpu_layers=placement.ALL_LAYERS if on_gpu else 0,
                 device=device,
                 ours=self.kernels.ours,
+                use_mmap=settings.use_mmap,
+                use_mlock=settings.use_mlock,
                 writable=compact_head is not None,
             )
         if compact_head is not None:

@@ -50,6 +50,7 @@ def provenance(model: Model) -> dict[str, Any]:
         "flash_attn": settings.flash_attn,
         "cache_type_k": settings.cache_type_k,
         "cache_type_v": settings.cache_type_v,
+        "use_mmap": settings.use_mmap,
         "llama_cpp": library(),
         "version": version("llama-sidecar"),
     }

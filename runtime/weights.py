@@ -47,6 +47,8 @@ class Settings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     kernels: str = kernel_choice.DEFAULT
+    use_mmap: bool = True
+    use_mlock: bool = False
 
     def __post_init__(self) -> None:
         placement.choice("flash attention", self.flash_attn, placement.FLASH_ATTN)
@@ -88,7 +90,9 @@ class Weights:
         n_gpu_layers: how many of the last layers go to a GPU.
         device: llama.cpp device names, comma separated, or None for all.
         ours: types whose products of up to 8 rows the small-batch kernels compute; all layers are then on the CPU.
-        writable: in memory of their own and as they lie in the file, so that rows can be overwritten.
+        use_mmap: map the file; else they are read into memory of their own.
+        use_mlock: keep them from being swapped out. Where the system refuses, llama.cpp warns and goes on.
+        writable: in memory of their own, whatever `use_mmap` says, and as they lie in the file, so that rows can be overwritten.
 
     Raises:
         LoadError: llama.cpp refuses the file; its own last message is in the text.
@@ -102,6 +106,8 @@ class Weights:
         n_gpu_layers: int,
         device: str | None,
         ours: Collection[Type] = (),
+        use_mmap: bool = True,
+        use_mlock: bool = False,
         writable: bool = False,
     ) -> None:
         lib = llama()
@@ -109,7 +115,10 @@ class Weights:
         params.load_mtp = with_head
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = repacks() and not writable
-        if writable:
+        is_mapped = use_mmap and not writable
+        if use_mlock:
+            params.load_mode = lib.LLAMA_LOAD_MODE_MMAP_MLOCK if is_mapped else lib.LLAMA_LOAD_MODE_MLOCK
+        elif not is_mapped:
             params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         devices = placement.device_list(device) if device else None
         if devices is not None:

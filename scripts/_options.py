@@ -249,6 +249,19 @@ _LOAD_OPTIONS = (
         help="Where pace chooses the depth: look up in the text itself what may follow, too, when that is faster.",
     ),
     click.option(
+        "--mmap/--no-mmap",
+        "use_mmap",
+        default=True,
+        show_default=True,
+        help="Map the files; without, they are read into memory, which is faster where the system maps by 4 KB (most Linux file systems).",
+    ),
+    click.option(
+        "--mlock",
+        "use_mlock",
+        is_flag=True,
+        help="Keep the weights from being swapped out, if the system lets it.",
+    ),
+    click.option(
         "--memory-check/--no-memory-check",
         default=True,
         show_default=True,

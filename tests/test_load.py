@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -140,6 +142,30 @@ def test_auto_gpu_layers_counts_whole_layers_from_the_end(pair_of: PairOf) -> No
     assert (fit(last - 1), fit(last)) == (0, 1)
     assert state[3] == 256 * models.N_KV * 2 * models.HEAD_DIM * 2  # F16 K and V
     assert state[0] > 0 and state[0] != state[3]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list what is mapped")
+@pytest.mark.parametrize("use_mlock", [False, True])
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_files_are_mapped_or_read_and_locked_as_asked(
+    pair_of: PairOf, use_mmap: bool, use_mlock: bool
+) -> None:
+    pair = pair_of("T", "Q8_0")
+    files = [pair.main, pair.sidecar]
+    with load(
+        pair.main, ctx=64, threads=1, depth=2, draft_vocab="full", use_mmap=use_mmap, use_mlock=use_mlock
+    ) as model:
+        maps, status = (Path(f"/proc/self/{name}").read_text() for name in ("maps", "status"))
+        mapped = [path for path in files if f"{path}\n" in maps]
+        locked_kb = int(re.findall(r"VmLck:\s*(\d+) kB", status)[0])
+        text = model.generate([1, 2, 3], max_tokens=8, ignore_eos=True).read()
+    with load(pair.main, ctx=64, threads=1, depth=2, draft_vocab="full") as model:
+        usual = model.generate([1, 2, 3], max_tokens=8, ignore_eos=True).read()
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    may_lock = limit == resource.RLIM_INFINITY or limit > sum(path.stat().st_size for path in files)
+    assert mapped == (files if use_mmap else [])
+    assert locked_kb > 0 if use_mlock and may_lock else use_mlock or locked_kb == 0
+    assert text == usual
 
 
 def test_default_context_is_the_smaller_of_the_model_s_and_8192(pair_of: PairOf) -> None:
