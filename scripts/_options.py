@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llama_sidecar.runtime import Model, PromptError, cache_folder, load
-from llama_sidecar.runtime._native import explain_bus_errors
+from llama_sidecar.runtime._native import survive_bus_errors
 from llama_sidecar.runtime.costs import remembered
 from llama_sidecar.runtime.drafter_choice import OTHERS
 from llama_sidecar.runtime.exactness import recall
@@ -573,7 +573,7 @@ def _open(main: Path | None, options: dict[str, Any]) -> Model:
         note(
             f"measuring how many rows agree to the bit here (seconds, for a large model minutes), {_how_often()}"
         )
-    explain_bus_errors()
+    survive_bus_errors()
     model = load(main, **options)
     if hint := idle_gpu_hint():
         note(hint)

@@ -13,7 +13,7 @@ import click
 from llama_sidecar import sidecars
 from llama_sidecar.converter import convert
 from llama_sidecar.runtime import LoadError, load
-from llama_sidecar.runtime._native import explain_bus_errors
+from llama_sidecar.runtime._native import survive_bus_errors
 from llama_sidecar.runtime.bench import Pair, Report, measure
 from llama_sidecar.runtime.prompts import Prompt
 
@@ -55,7 +55,7 @@ def command(out: Path, n: int) -> None:
     )
 
     click.echo("\n2. Complete code that the model was not trained on, plainly and speculatively in turns\n")
-    explain_bus_errors()
+    survive_bus_errors()
     with load(files.main, files.sidecar) as model:
         pairs = itertools.count()
         report = measure(

@@ -7,7 +7,6 @@ more of the calls that read.
 from __future__ import annotations
 
 import errno
-import http.client
 import os
 import runpy
 import shutil
@@ -226,26 +225,58 @@ def test_a_model_that_shrinks_while_it_is_read(pair_of: PairOf, tmp_path: Path) 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names the file by /proc")
 @pytest.mark.parametrize("shrunk", ["main", "sidecar"])
-def test_a_model_that_shrinks_in_use_ends_the_program_with_a_line(
-    shrunk: str, pair_of: PairOf, tmp_path: Path
-) -> None:
-    """llama.cpp has mapped it: nothing goes on from SIGBUS, but the program says which file it was."""
-    folder = Path(shutil.copytree(pair_of("R", "Q8_0").main.parent, tmp_path / "models"))
+def test_a_server_lives_on_when_its_model_shrinks(shrunk: str, pair_of: PairOf, tmp_path: Path) -> None:
+    """llama.cpp has mapped it: what it computes from then on is nobody's answer, and the server says so for as long as it lives."""
+    folder = Path(shutil.copytree(pair_of("R", "Q8_0").main.parent, tmp_path / "mödels"))
     main = folder / pair_of("R", "Q8_0").main.name
     file = {"main": main, "sidecar": folder / pair_of("R", "Q8_0").sidecar.name}[shrunk]
     with served(
         main, "--ctx", "256", "--threads", "2", "--kernels", "stock", "--draft-vocab", "full"
     ) as server:
         ask = {"prompt": "def f", "max_tokens": 4, "ignore_eos": True}
-        assert server.request("/v1/completions", ask)[0] == 200
+        assert server.request("/v1/completions", ask)[0] == server.request("/health")[0] == 200
         os.truncate(file, 4096)
-        with pytest.raises((OSError, http.client.HTTPException)):
-            server.request("/v1/completions", ask)
-        assert server.process.wait(60) == -signal.SIGBUS
-    lines = [line for line in server.log if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith(f"error: {file} became shorter while it was in use"), (
-        server.log
+        for _ in range(2):
+            status, body, _ = server.request("/v1/completions", ask)
+            message = body["error"]["message"]
+            assert status == 500 and message.startswith(f"{file} became shorter while it was in use")
+        assert server.request("/health")[:2] == (503, body)
+    assert server.process.returncode == 0
+    assert [line for line in server.log if "a request failed" in line and str(file) in line], server.log
+    assert not any("Traceback" in line for line in server.log)
+
+
+SHRINK = """
+import os, sys
+from llama_sidecar.runtime import session
+from llama_sidecar.scripts.__main__ import main
+prefill = session.Generation._prefill
+def shrink(*arguments):
+    os.truncate(sys.argv[2], 4096)
+    return prefill(*arguments)
+session.Generation._prefill = shrink
+main()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names the file by /proc")
+@pytest.mark.parametrize(("name", "code"), [("run", 1), ("bench", 1), ("verify", 2)])
+def test_a_command_ends_in_one_line_when_its_model_shrinks(
+    name: str, code: int, pair_of: PairOf, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(pair_of("T").main.parent, tmp_path / "models"))
+    main = folder / pair_of("T").main.name
+    options = ["-n", "8", "--ctx", "256", "--threads", "2", "--kernels", "stock"]
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINK, name, str(main), *options],
+        input="def f",
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"error: {main} became shorter while it was in use"), done
+    assert done.returncode == code and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("handled", [False, True])
@@ -253,7 +284,7 @@ def test_a_bus_error_that_is_somebody_elses(handled: bool) -> None:
     """Sent by another process it ends this one as ever; a handler that is there already stays."""
     first = "signal.signal(signal.SIGBUS, lambda *_: sys.exit(9));" if handled else ""
     text = "import os, signal, sys; from llama_sidecar.runtime import _native;"
-    text += f"{first}_native.explain_bus_errors(); os.kill(os.getpid(), signal.SIGBUS)"
+    text += f"{first}_native.survive_bus_errors(); os.kill(os.getpid(), signal.SIGBUS)"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == (9 if handled else -signal.SIGBUS)
     assert done.stderr.startswith("" if handled else "\nerror: a file that is in use became shorter")

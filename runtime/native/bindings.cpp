@@ -9,6 +9,7 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -43,7 +44,10 @@ void translate(const std::exception_ptr & error, void *) {
     try {
         std::rethrow_exception(error);
     } catch (const LibraryError & e) {
-        PyErr_SetString(library_error, e.what());
+        PyObject * text = PyUnicode_DecodeUTF8(e.what(), Py_ssize_t(std::strlen(e.what())), "replace");  // names of files are bytes
+        if (text == nullptr) return;
+        PyErr_SetObject(library_error, text);
+        Py_DECREF(text);
     }
 }
 
@@ -92,8 +96,9 @@ NB_MODULE(_native, m) {
             return nb::bytes(text.data(), text.size());
         },
         "llama.cpp's errors in this thread since the last call.");
-    m.def("explain_bus_errors", &explain_bus_errors,
-          "For programs: a SIGBUS, which still ends the process, first says on stderr which file is to blame.");
+    m.def("survive_bus_errors", &survive_bus_errors,
+          "For programs: a model file that becomes shorter while it is in use is an error of every decode from then on, and not the process's end.");
+    m.def("check_mapped_files", &check_mapped_files, "Raises LibraryError, after survive_bus_errors, for a model file that has become shorter.");
     // With the GIL: a thread that asks for it back while the interpreter ends would end the process. Those that compute are
     // safe from that by their turns, which llm.py takes for good before.
     m.def("release_team", &release_team,

@@ -2,20 +2,42 @@
 #include "bus_error.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <climits>
 #include <cstdint>
 #include <cstring>
+#include <string>
+
+#include "llama_api.h"
 
 namespace sidecar {
 
 namespace {
 
-char line[PATH_MAX + 256];  // of /proc/self/maps
-std::atomic_flag is_told = ATOMIC_FLAG_INIT;
+constexpr char HAPPENED[] = " became shorter while it was in use, or its disk failed";
+constexpr char TO_DO[] = "put it back whole and start again, and replace model files by renaming new ones";
+
+// A part of the address space, and the file that is mapped there, in `line`; nullptr for none.
+struct Mapping {
+    uintptr_t start = 0, end = 0;
+    const char * path = nullptr;
+    bool holds(uintptr_t address) const { return start <= address && address < end; }
+};
+
+constexpr int MAX_REPLACED = 64;  // a model's files are mapped once each, and its parts on other devices unmapped in between
+
+std::atomic_flag busy = ATOMIC_FLAG_INIT;  // guards what follows
+char line[PATH_MAX + 256];                 // of /proc/self/maps
+Mapping replaced[MAX_REPLACED];
+int n_replaced = 0;
+char broken[PATH_MAX];               // the first file
+std::atomic<bool> is_broken{false};  // and then `broken` stays as it is
 
 uintptr_t hex(const char *& at) {
     uintptr_t value = 0;
@@ -31,35 +53,56 @@ uintptr_t hex(const char *& at) {
     }
 }
 
-// The path in a line of /proc/self/maps if its range holds the address: "start-end rwxp offset device inode   path".
-const char * path_if_at(uintptr_t address) {
+// What a line of /proc/self/maps says: "start-end rwxp offset device inode   path".
+Mapping parsed() {
     const char * at = line;
-    const uintptr_t start = hex(at);
-    if (*at++ != '-' || address < start || address >= hex(at)) return nullptr;
-    return strchr(at, '/');
+    Mapping found;
+    found.start = hex(at);
+    if (*at++ != '-') return {};
+    found.end = hex(at);
+    found.path = strchr(at, '/');
+    return found;
 }
 
-// The file that is mapped at an address; nullptr where that is not known (there is no /proc on macOS).
-const char * file_at(uintptr_t address) {
+// The mapping that holds an address; an empty one where that is not known.
+Mapping mapping_at(uintptr_t address) {
     const int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return nullptr;
-    const char * found = nullptr;
+    if (fd < 0) return {};
+    Mapping found;
     char part[4096];
     size_t n = 0;
-    for (ssize_t n_read; found == nullptr && (n_read = read(fd, part, sizeof part)) > 0;) {
-        for (ssize_t i = 0; i < n_read && found == nullptr; i++) {
+    for (ssize_t n_read; found.end == 0 && (n_read = read(fd, part, sizeof part)) > 0;) {
+        for (ssize_t i = 0; i < n_read && found.end == 0; i++) {
             if (part[i] != '\n') {
-                const bool is_text = part[i] >= 0 ? part[i] >= ' ' && part[i] != 127 : true;
-                if (n + 1 < sizeof line) line[n++] = is_text ? part[i] : '?';  // a name may hold codes for the terminal
+                if (n + 1 < sizeof line) line[n++] = part[i];
                 continue;
             }
             line[n] = 0;
             n = 0;
-            found = path_if_at(address);
+            const Mapping one = parsed();
+            if (one.holds(address)) found = one;
         }
     }
     close(fd);
     return found;
+}
+
+// Whether the product can go on: zeros are where the file's rest was. Another thread may have put them there meanwhile.
+bool replace_from(uintptr_t address) {
+    for (int i = 0; i < n_replaced; i++) {
+        if (replaced[i].holds(address)) return true;
+    }
+    const Mapping found = mapping_at(address);
+    if (found.path == nullptr || n_replaced == MAX_REPLACED) return false;
+    const uintptr_t page = address & ~uintptr_t(sysconf(_SC_PAGESIZE) - 1);
+    const int flags = MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS;
+    if (mmap(reinterpret_cast<void *>(page), found.end - page, PROT_READ, flags, -1, 0) == MAP_FAILED) return false;
+    replaced[n_replaced++] = {page, found.end, nullptr};
+    if (!is_broken) {
+        strncpy(broken, found.path, sizeof broken - 1);
+        is_broken = true;
+    }
+    return true;
 }
 
 void say(const char * text) {
@@ -67,26 +110,37 @@ void say(const char * text) {
     static_cast<void>(ignored);
 }
 
-void explain(int number, siginfo_t * info, void *) {
-    while (is_told.test_and_set()) pause();  // another thread is telling it, and ends the process
-    const char * file = info->si_code > 0 ? file_at(reinterpret_cast<uintptr_t>(info->si_addr)) : nullptr;
-    say("\nerror: ");
-    say(file != nullptr ? file : "a file that is in use");
-    say(" became shorter while it was in use, or its disk failed (SIGBUS): put it back whole, and replace model files by renaming new ones\n");
+void handle(int number, siginfo_t * info, void *) {
+    const int kept = errno;
+    while (busy.test_and_set()) sched_yield();  // another thread's turn
+    if (info->si_code > 0 && replace_from(reinterpret_cast<uintptr_t>(info->si_addr))) {
+        busy.clear();
+        errno = kept;
+        return;  // looks there again
+    }
+    say("\nerror: a file that is in use");
+    say(HAPPENED);
+    say(" (SIGBUS): ");
+    say(TO_DO);
+    say("\n");
     signal(number, SIG_DFL);
-    raise(number);  // comes when this returns
+    raise(number);  // comes when this returns, and nobody else gets a turn
 }
 
 }  // namespace
 
-void explain_bus_errors() {
+void survive_bus_errors() {
     struct sigaction now;
     if (sigaction(SIGBUS, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) return;
     struct sigaction ours = {};
-    ours.sa_sigaction = &explain;
+    ours.sa_sigaction = &handle;
     ours.sa_flags = SA_SIGINFO;
     sigemptyset(&ours.sa_mask);
     sigaction(SIGBUS, &ours, nullptr);
+}
+
+void check_mapped_files() {
+    if (is_broken) throw LibraryError(std::string(broken) + HAPPENED + ": " + TO_DO);
 }
 
 }  // namespace sidecar

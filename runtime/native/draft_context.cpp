@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "bus_error.h"
+
 namespace sidecar {
 
 namespace {
@@ -167,6 +169,7 @@ Traffic DraftContext::traffic() const {
 
 void DraftContext::process(int32_t type) {
     const int32_t code = api().process(ctx_, type, batch_);
+    check_mapped_files();
     if (code != 0) {
         throw LibraryError("llama.cpp failed to decode " + std::to_string(n_added_) + " draft rows at position " +
                            std::to_string(n_cells_) + " (code " + std::to_string(code) + ")");

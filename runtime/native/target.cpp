@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "bus_error.h"
+
 namespace sidecar {
 
 Target::Target(llama_context * ctx, std::vector<int32_t> layers) : ctx_(ctx), layers_(std::move(layers)) {
@@ -213,12 +215,14 @@ void Target::run(const llama_token * tokens, int32_t n, Outputs outputs) {
         llama.batch_set_output_logits(batch_, entry,
                                       outputs == Outputs::all || (outputs == Outputs::last && i == n - 1));
     }
+    dirty_ = true;
     const int32_t code = llama.process(ctx_, PROCESS_DECODE, batch_);
+    check_mapped_files();
     if (code != 0) {
-        dirty_ = true;
         throw LibraryError("llama.cpp failed to decode " + std::to_string(n) + " rows at position " +
                            std::to_string(n_cells_) + " (code " + std::to_string(code) + ")");
     }
+    dirty_ = false;
     n_cells_ += n;
     n_last_rows_ = n;
     n_outputs_ = outputs == Outputs::all ? n : outputs == Outputs::last ? 1 : 0;

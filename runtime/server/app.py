@@ -29,7 +29,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_sidecar.sidecars import LlamaSidecarError
 
-from ..errors import PromptError
+from .._native import check_mapped_files
+from ..errors import LibraryError, PromptError
 from . import requests
 from .answers import Answer, ChatAnswer, TextAnswer
 from .errors import RequestError
@@ -123,6 +124,10 @@ class _Server:
         return HTMLResponse(self._page, headers=_PAGE_HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
+        try:
+            check_mapped_files()
+        except LibraryError as error:
+            return _response(RequestError(str(error), status=503))
         draining = self._pool.draining
         return JSONResponse({"status": DRAINING if draining else "ok"}, 503 if draining else 200)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from llama_sidecar.sidecars import LlamaSidecarError
 
-from ..errors import LoadError
+from ..errors import LibraryError, LoadError
 from ..llm import Model
 from ..session import Generation, Piece, Session
 from .errors import RequestError
@@ -75,6 +75,8 @@ class Job:
             if not self.cancelled:
                 self._run(session)
         except LlamaSidecarError as error:
+            if isinstance(error, LibraryError):  # no client's fault
+                _log.error("a request failed: %s", error)
             self.error = error
         except BaseException as error:  # of ours: the slot goes on with the next
             _log.exception("a request failed")
