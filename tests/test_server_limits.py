@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,9 @@ from served import HELLO, TEMPLATE, Served, served
 from llama_sidecar.scripts.__main__ import cli
 
 pytest.importorskip("starlette")
+import uvicorn
+
+from llama_sidecar.runtime.server import serve as serve_module
 from llama_sidecar.runtime.server.serve import N_CONNECTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -352,6 +356,73 @@ def test_more_connections_than_there_may_be_are_told_so_and_those_there_are_go_o
         return False
 
     wait_until(is_free)
+
+
+async def _answers_ok(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.asynccontextmanager
+async def _listening() -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    """The server's protocol before an application that always answers; it, and its port."""
+    protocol = serve_module._limited(N_CONNECTIONS)
+    config = uvicorn.Config(
+        _answers_ok, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=600
+    )
+    server = uvicorn.Server(config)
+    with serve_module.bind("127.0.0.1", 0) as bound:
+        running = asyncio.create_task(server.serve(sockets=[bound]))
+        try:
+            while not server.started:
+                await asyncio.sleep(0.01)
+            yield server, int(bound.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await running
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nX: "])
+def test_a_connection_that_asks_nothing_is_closed_in_time(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(serve_module, "SILENT_S", 0.05)
+
+    async def wait() -> bytes:
+        async with _listening() as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            try:
+                return await asyncio.wait_for(reader.read(), 120)
+            finally:
+                writer.close()
+
+    assert asyncio.run(wait()) == b""
+
+
+def test_a_connection_that_has_asked_stays_open_when_the_time_is_over() -> None:
+    ask = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(ask)
+        return await asyncio.wait_for(reader.readuntil(b"\r\n\r\nok"), 120)
+
+    async def talk() -> None:
+        async with _listening() as (server, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert (await answer(reader, writer)).startswith(b"HTTP/1.1 200")
+            (protocol,) = server.server_state.connections
+            timer = protocol._silence  # its time comes here and now, and not in half a minute
+            left_s = timer.when() - asyncio.get_running_loop().time()
+            assert 0 < left_s <= serve_module.SILENT_S and not timer.cancelled()
+            protocol._close_if_silent()
+            assert (await answer(reader, writer)).startswith(b"HTTP/1.1 200")
+            writer.close()
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+            assert timer.cancelled(), "it would keep what is gone for half a minute"
+
+    asyncio.run(talk())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

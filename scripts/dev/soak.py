@@ -204,11 +204,10 @@ def main() -> int:
             stack.enter_context(naps(server.process.pid))
         report = soak(server, n_requests=options.requests, n_clients=options.clients)
     code = server.process.returncode
-    first, early, last = (report.memory_mib[i] for i in (0, len(report.memory_mib) // 5, -1))
+    n = len(report.memory_mib) - 1
+    fifths = ", ".join(f"{report.memory_mib[n * i // 5]:.1f}" for i in range(6))
     print(f"{options.requests} requests in {report.seconds:.0f} s: {dict(report.ends)}")
-    print(
-        f"memory: {first:.1f} MiB before, {early:.1f} after a fifth, {last:.1f} at the end; exit code {code}"
-    )
+    print(f"memory: {fifths} MiB before and after each fifth; exit code {code}")
     problems = report.problems() + ([f"the server ended with {code}"] if code else [])
     for problem in problems:
         print(f"problem: {problem}")
