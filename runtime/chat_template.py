@@ -46,6 +46,7 @@ _LEFT_OUT = (
     "pprint",
     "random",
 )  # slow on long texts, and no template's need
+_THINKING = re.compile(r"""[.'"]thinking\b""")  # a message's field
 _WIDE_FORMAT = re.compile(
     r"\d{5,}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{"
 )  # a width of five digits, or one from an argument
@@ -72,6 +73,7 @@ class ChatTemplate:
                 f"the file's chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are run"
             )
         self._given = {"bos_token": bos, "eos_token": eos, "raise_exception": _raise, "strftime_now": _now}
+        self._knows_thinking = "reasoning_content" not in source and bool(_THINKING.search(source))
         with _within_limits():
             self._template = _environment().from_string(source)
 
@@ -85,7 +87,8 @@ class ChatTemplate:
         """The conversation as the template writes it, with the opening of the answer.
 
         Args:
-            messages: objects with `role` and `content`, as the OpenAI API has them.
+            messages: objects with `role` and `content`, as the OpenAI API has them; `reasoning_content` is given as `thinking`, too,
+                where the template knows that name alone (gpt-oss, LFM2.5).
             tools: descriptions of functions.
             variables: whatever else the template looks at, `enable_thinking` for one.
 
@@ -99,7 +102,7 @@ class ChatTemplate:
             "tool_choice": None,
         }
         given |= {
-            "messages": [dict(message) for message in messages],
+            "messages": [self._named(message) for message in messages],
             "tools": [dict(tool) for tool in tools or ()] or None,
         }
         with _within_limits():
@@ -111,6 +114,17 @@ class ChatTemplate:
                     raise _Beyond(f"writes more than {MAX_SIZE:,} characters")
                 parts.append(part)
             return "".join(parts)
+
+    def _named(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        reasoning = message.get("reasoning_content")
+        # gpt-oss's refuses it where there is something said beside calls.
+        if (
+            not reasoning
+            or not self._knows_thinking
+            or (message.get("content") and message.get("tool_calls"))
+        ):
+            return dict(message)
+        return {"thinking": reasoning, **message}
 
 
 def _raise(message: str) -> None:

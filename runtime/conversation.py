@@ -5,8 +5,9 @@ Thin: the chat template is vocab.py's, the re-use of what the session holds is t
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from . import conversation_file
 from .conversation_file import SavedConversation
 from .errors import ConversationFileError, PromptError
-from .reasoning import ReasoningSplitter, reasoning_marks
+from .reasoning import make_splitter, preserved_texts, reasons
 from .session import Generation, Session
 from .session_file import content_hash
 
@@ -37,6 +38,7 @@ class _Running:
     question: str
     prompt: str
     tokens: list[int]
+    preserved: list[int]
     generation: Generation
 
 
@@ -84,7 +86,7 @@ class Conversation:
     @property
     def thinks(self) -> bool:
         """Whether the chat template knows the marks of reasoning."""
-        return reasoning_marks(self.session.model.vocab.chat_template or "") is not None
+        return reasons(self._template)
 
     @property
     def thinking(self) -> bool | None:
@@ -99,7 +101,7 @@ class Conversation:
         self.variables.pop(THINKING, None)
         if on is None:
             return
-        if THINKING not in (self.session.model.vocab.chat_template or ""):
+        if THINKING not in self._template:
             raise PromptError(f"the file's chat template has no {THINKING}, which turns reasoning on and off")
         self.variables[THINKING] = on
 
@@ -116,8 +118,9 @@ class Conversation:
         self._settle()
         text = self._render([*self._messages(), {"role": "user", "content": question}])
         tokens = self._tokens(text)
-        generation = self.session.generate(tokens, **options)
-        self._running = _Running(question, text, tokens, generation)
+        preserved = self.session.model.vocab.control_tokens(preserved_texts(self._template))
+        generation = self.session.generate(tokens, preserved_tokens=preserved, **options)
+        self._running = _Running(question, text, tokens, preserved, generation)
         self._last_question, self._unanswered = question, True
         return generation
 
@@ -169,10 +172,7 @@ class Conversation:
         running = self._running
         if running is None:
             return
-        splitter = self._splitter(running)
-        for piece in running.generation:
-            yield from splitter.push(piece)
-        yield from splitter.finish()
+        yield from self._cut(running, running.generation)
 
     # In a file
 
@@ -275,10 +275,16 @@ class Conversation:
             said_text, ids = "", []
         return [*ids, *self.session.model.vocab.tokenize(text[len(said_text) :], add_special=False)]
 
-    def _splitter(self, running: _Running) -> ReasoningSplitter:
-        return ReasoningSplitter(
-            running.prompt, reasoning_marks(self.session.model.vocab.chat_template or "")
-        )
+    @property
+    def _template(self) -> str:
+        return self.session.model.vocab.chat_template or ""
+
+    def _cut(self, running: _Running, pieces: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """An answer in ("reasoning" or "content", text): calls are content, for no functions were offered."""
+        splitter = make_splitter(running.prompt, self._template)
+        for piece in itertools.chain(pieces, [None]):
+            for kind, text in splitter.finish() if piece is None else splitter.push(piece):
+                yield kind if kind == "reasoning" else "content", text
 
     def _settle(self) -> None:
         """Takes the last question and what was answered into the messages; a question without an answer is dropped."""
@@ -286,18 +292,16 @@ class Conversation:
         if running is None or not running.generation.text:
             return
         generation = running.generation
-        splitter = self._splitter(running)
         texts = {"content": "", "reasoning": ""}
-        for kind, text in [*splitter.push(generation.text), *splitter.finish()]:
+        for kind, text in self._cut(running, [generation.text]):
             texts[kind] += text
         answer = {"role": "assistant", "content": texts["content"]}
         if texts["reasoning"]:
             answer["reasoning_content"] = texts["reasoning"]
         ids = [*running.tokens, *generation.tokens]
         said = self._exchanges[-1].said if self._exchanges else None
-        if (
-            self.session.model.vocab.text_of(generation.tokens) == generation.text
-        ):  # no stop string cut into a token
+        text = self.session.model.vocab.text_of(generation.tokens, preserved=running.preserved)
+        if text == generation.text:  # no stop string cut into a token
             said = (running.prompt + generation.text, ids)
         self._exchanges.append(_Exchange(running.question, answer, said, len(ids)))
         self._unanswered = False

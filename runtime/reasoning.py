@@ -1,10 +1,14 @@
 """A streamed answer cut into reasoning and what is said: `<think>...</think>` at its beginning, or opened by the chat template.
 
 Those are DeepSeek-R1's marks, which Qwen3, GLM-4.5 and others took over. A template says which marks its model uses; one without any
-that are known here has none. Marks that the vocabulary holds as control tokens are in no text, and so not seen.
+that are known here has none. Marks that the vocabulary holds as control tokens are in an answer's text where they are preserved
+(`preserved_texts`). gpt-oss has messages in place of marks (harmony.py).
 """
 
 from __future__ import annotations
+
+from . import harmony
+from .harmony import HarmonySplitter
 
 # In a chat template: how reasoning begins and ends.
 MARKS = (
@@ -14,17 +18,61 @@ MARKS = (
     ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
     ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<mm:think>", "</mm:think>"),  # MiniMax-M3
 )
 Marks = tuple[str, str]
 
 
 def reasoning_marks(template: str) -> Marks | None:
-    """Those of a chat template's model.
+    """Those of a chat template's model; some templates only know how to leave earlier reasoning out, by its end.
 
     >>> reasoning_marks("{{ '<think>' }}"), reasoning_marks("{{ message }}")
     (('<think>', '</think>'), None)
     """
-    return next((marks for marks in MARKS if marks[0] in template), None)
+    return next((marks for marks in MARKS if marks[0] in template or marks[1] in template), None)
+
+
+def reasons(template: str) -> bool:
+    """Whether a chat template's model is known to write its reasoning apart.
+
+    >>> reasons("{{ '<think>' }}"), reasons("{{ message }}")
+    (True, False)
+    """
+    return harmony.SIGN in template or reasoning_marks(template) is not None
+
+
+def preserved_texts(template: str) -> tuple[str, ...]:
+    """What an answer is cut by: control tokens in it are to be preserved (`Session.generate`).
+
+    >>> preserved_texts("{{ '<think>' }}")
+    ('<think>', '</think>')
+    """
+    return harmony.TOKENS if harmony.SIGN in template else reasoning_marks(template) or ()
+
+
+def make_splitter(prompt: str, template: str) -> ReasoningSplitter | HarmonySplitter:
+    """What cuts the answer to a prompt that a chat template wrote.
+
+    >>> make_splitter("<think>", "{{ '<think>' }}").push("Hm</think>Yes")
+    [('reasoning', 'Hm'), ('content', 'Yes')]
+    """
+    if harmony.SIGN in template:
+        return HarmonySplitter(prompt)
+    return ReasoningSplitter(prompt, reasoning_marks(template))
+
+
+def without_reasoning(prompt: str, template: str) -> str:
+    """The prompt of an answer that is to begin with what it says: a sentence of a grammar has no reasoning before it.
+
+    >>> without_reasoning("<|assistant|><think>", "{{ '<think>' }}")
+    '<|assistant|><think>\n\n</think>\n\n'
+    """
+    if harmony.SIGN in template:
+        return harmony.says_at_once(prompt)
+    marks = reasoning_marks(template)
+    if marks and opens_reasoning(prompt, marks):
+        return f"{prompt.rstrip()}\n\n{marks[1]}\n\n"
+    return prompt
 
 
 def held_back(text: str, mark: str) -> int:

@@ -11,8 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,6 +150,7 @@ class Session:
         ignore_eos: bool = False,
         logprobs: int | None = None,
         accept: str = "auto",
+        preserved_tokens: Collection[int] = (),
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Generation:
@@ -166,6 +167,7 @@ class Session:
                 (speculative sampling: the same distribution, other draws, more drafts stand; a seed gives the same text again only with
                 the same depths, and a head whose rows do not change), or "auto": the faster one here,
                 and "match" where a seed is given.
+            preserved_tokens: control tokens that the text has as the file spells them (`Vocab.control_tokens`); of others it has nothing.
             sampling: how tokens are chosen; by default as the file says, else greedily.
             options: any setting of `Sampling` (temperature, top_k, seed, grammar, ...), over those; None leaves it as it is.
 
@@ -191,6 +193,12 @@ class Session:
             "".join(stop).encode()
         except (TypeError, UnicodeEncodeError):
             raise PromptError(f"stop strings {stop!r} are not all text") from None
+        if (
+            bad := next((t for t in preserved_tokens if not 0 <= t < self.model.vocab.n_tokens), None)
+        ) is not None:
+            raise PromptError(
+                f"preserved_tokens has {bad}, which is outside the vocabulary of {self.model.vocab.n_tokens}"
+            )
         pace = self.pace if depth is None else None
         depth = self.depth if depth is None else min(depth, self.depth)
         rule = rule_of(accept, settings) if depth else rule_of("match", settings)
@@ -217,6 +225,7 @@ class Session:
             depth=depth,
             pace=pace,
             ignore_eos=bool(ignore_eos),
+            preserved={token: self.model.vocab.spelling(token) for token in preserved_tokens},
         )
         return self._start(request)
 
@@ -498,12 +507,13 @@ class _Request:
     pace: _native.Pacing | None
     ignore_eos: bool
     rule: str = "match"
+    preserved: Mapping[int, str] = field(default_factory=dict)
 
 
 class Piece(NamedTuple):
     """An emitted token with its text.
 
-    `text` is all characters that the token completes: empty for a control token or one that ends inside a character. `origin` says
+    `text` is all characters that the token completes: empty for a control token that is not preserved, or one that ends inside a character. `origin` says
     where the token came from: "drafted" (by the drafter, and it stood), "ngram" (the same of what the look-up found), "corrected"
     (the target's own, in place of a draft that did not stand) or "plain" (the target's own; nothing was drafted there).
     """
@@ -545,6 +555,7 @@ class Generation(Iterator[str]):
             depth=request.depth,
             ignore_eog=request.ignore_eos,
             stop=request.stop,
+            preserved=request.preserved,
         )
         self._pieces = self._run()
 

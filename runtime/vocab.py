@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _native
@@ -59,9 +59,23 @@ class Vocab:
             raise PromptError(f"the text of {len(data)} bytes does not tokenize (code {n})")
         return list(ids[:n])
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of several tokens, broken UTF-8 replaced."""
-        return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+    def text_of(self, tokens: Sequence[int], *, preserved: Collection[int] = ()) -> str:
+        """The text of several tokens, broken UTF-8 replaced; of control tokens it has those that are `preserved`."""
+        pieces = (
+            self.piece(token) or (self.spelling(token).encode() if token in preserved else b"")
+            for token in tokens
+        )
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def control_tokens(self, texts: Iterable[str]) -> list[int]:
+        """The control tokens that texts are written in: marks in an answer, which has them where they are preserved.
+
+        Example:
+            >>> model.vocab.control_tokens(["<|channel>thought"])                # doctest: +SKIP
+            [100]
+        """
+        tokens = {token for text in texts for token in self.tokenize(text, add_special=False)}
+        return sorted(token for token in tokens if not self.piece(token) and self.spelling(token))
 
     def chat_tokens(
         self,

@@ -7,7 +7,7 @@ vocabulary is the 256 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,13 +52,14 @@ def write_pair(
     template: str | None = None,
     n_vocab: int = N_VOCAB,
     embedded: bool = False,
+    control: Mapping[int, str] | None = None,
 ) -> Pair:
     """Writes `main.gguf` and `mtp-main.gguf` with random weights of one seed.
 
     `recurrent` makes every layer but each fourth a gated-delta layer; without it all layers are attention. `edit` may
     change the tensors before they are written, and give the head more. `sidecar_padding` rows with the largest logits follow
     the sidecar's own. `template` is a chat template. `n_vocab` adds tokens to the bytes. `embedded` puts the head into the main
-    file too.
+    file too. `control` spells tokens that are control tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -165,8 +166,10 @@ def write_pair(
         out.add_tokenizer_pre("qwen35")
         padding = sidecar_padding if n_heads else 0
         words = [f"Ġ{i}" for i in range(N_VOCAB, n_vocab)]
-        out.add_token_list(byte_tokens() + words + [f"[PAD{n_vocab + i}]" for i in range(padding)])
-        out.add_token_types([1] * n_vocab + [5] * padding)
+        spelled = byte_tokens() + words + [f"[PAD{n_vocab + i}]" for i in range(padding)]
+        named = control or {}
+        out.add_token_list([named.get(i, word) for i, word in enumerate(spelled)])
+        out.add_token_types([3 if i in named else 1 for i in range(n_vocab)] + [5] * padding)
         out.add_token_merges(["Ġ Ġ"])
         out.add_eos_token_id(0)
         out.add_add_bos_token(False)

@@ -9,6 +9,7 @@ import models
 import pytest
 
 from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
@@ -34,6 +35,16 @@ def test_a_template_gets_tools_and_variables(model: Model) -> None:
     assert model.vocab.chat_tokens(HELLO, tools=[tool]) == model.vocab.tokenize(
         render(HELLO, tools=[tool]), add_special=False
     )
+
+
+def test_reasoning_has_the_name_that_the_template_knows() -> None:
+    said = [{"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}]
+    for name in ("thinking", "reasoning_content"):
+        assert ChatTemplate("{{ messages[0]." + name + " }}").render(said) == "Hm"
+    both = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
+    assert both.render(said) == "Hm"
+    call = {**said[0], "tool_calls": [{}]}
+    assert ChatTemplate("{{ messages[0].thinking }}").render([call]) == ""
 
 
 def test_it_is_compiled_once(model: Model) -> None:

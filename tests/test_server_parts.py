@@ -7,6 +7,7 @@ import importlib
 import json
 import random
 import re
+import time
 from collections import Counter
 from importlib.resources import files
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from llama_sidecar.runtime.reasoning import ReasoningSplitter
+from llama_sidecar.runtime.server import spellings
 from llama_sidecar.runtime.server.errors import RequestError
 from llama_sidecar.runtime.server.fields import Fields
 from llama_sidecar.runtime.server.messages import read_messages
@@ -137,22 +139,18 @@ def test_reasoning_has_the_marks_of_the_template(template: str, opening: str, cl
 
 
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+DSML = (
+    '<｜DSML｜CALLS>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rom</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜CALLS>'
+)
 SPELLINGS = {  # what the chat templates of these models write calls in, and one as the model writes it
     "Mistral-Nemo-Instruct-2407": (
         '{{- "[TOOL_CALLS][" }}',
         '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rom", "days": 3}, "id": "abcdefghi"}]',
     ),
-    "Mistral-Nemo, the mark a control token": (
-        '{{- "[TOOL_CALLS][" }}',
-        '[{"name": "weather", "arguments": {"city": "Rom", "days": 3}, "id": "abcdefghi"}]',
-    ),
     "Mistral-Small-3.2-24B-Instruct-2506": (
         "{{- '[TOOL_CALLS]' + tool_call.function.name }}{{- '[CALL_ID]' }}{{- '[ARGS]' }}",
         '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rom", "days": 3}',
-    ),
-    "Mistral-Small-3.2, the marks control tokens": (
-        "{{- '[TOOL_CALLS]' + tool_call.function.name }}{{- '[ARGS]' }}",
-        'weather{"city": "Rom", "days": 3}',
     ),
     "Llama-3.1-8B-Instruct": (
         """{{- '"parameters": ' }}""",
@@ -191,6 +189,42 @@ SPELLINGS = {  # what the chat templates of these models write calls in, and one
         "starting with <|tool_call|> and then a list",
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]',
     ),
+    "DeepSeek-V3.2": (
+        "{{- '\\n\\n<' + dsml_token + 'function_calls>\\n' -}}",
+        DSML.replace("CALLS", "function_calls"),
+    ),
+    "DeepSeek-V4": ("{{- '\\n\\n<' + dsml_token + 'tool_calls>\\n' -}}", DSML.replace("CALLS", "tool_calls")),
+    "Kimi-K2-Instruct": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rom", "days": 3}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    "MiniMax-M2": (
+        "{%- set toolcall_begin_token   = '<minimax:tool_call>'         -%}",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rom</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "MiniMax-M1": (
+        "{{ '<tool_calls>\\n' -}}{{ '</tool_calls><end_of_sentence>\\n' -}}",
+        '<tool_calls>\n{"name": "weather", "arguments": {"city": "Rom", "days": 3}}\n</tool_calls>',
+    ),
+    "LFM2-8B-A1B": (
+        '"List of tools: <|tool_list_start|>["',
+        """<|tool_call_start|>[weather(city="Rom", days=3)]<|tool_call_end|>""",
+    ),
+    "LFM2.5-Instruct": (
+        '{%- set ns.system_prompt = ns.system_prompt + "List of tools: [" -%}',
+        "<|tool_call_start|>[weather(city='Rom', days=3)]<|tool_call_end|>",
+    ),
+    "Seed-OSS-36B-Instruct": (
+        "{%- set toolcall_begin_token   = '<seed:tool_call>'         -%}",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Rom</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call>",
+    ),
+    "c4ai-command-r7b-12-2024": (
+        "<|START_ACTION|>[\n]<|END_ACTION|>",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Rom", "days": 3}}\n]<|END_ACTION|>',
+    ),
 }
 
 
@@ -207,7 +241,7 @@ def test_calls_are_found_as_the_template_spells_them(model: str) -> None:
     assert cut("Well, " + text[1:], offered=offered)[0] == ("content", "Well, " + text[1:])
     launch = text.replace("weather", "launch")
     assert cut(launch, offered=offered) == [("content", launch)]
-    if offered.marks and text.startswith(offered.marks[0]):
+    if offered.marks:
         assert called(cut(f"Let me see.\n{text}", offered=offered)) == ["Let me see.\n", call]
         assert called(cut(text + text, offered=offered)) == [call, call]
     for n in range(1, len(text) - 1, 3):  # cut by max_tokens: nothing is lost
@@ -215,10 +249,115 @@ def test_calls_are_found_as_the_template_spells_them(model: str) -> None:
         assert kept == [("content", text[:n])] or kept[0][0] == "call"
 
 
-def test_a_name_that_begins_an_answer_is_no_call() -> None:
-    offered = tools(SPELLINGS["Mistral-Small-3.2-24B-Instruct-2506"][0])
-    for text in ("weather", "weat", "weather is fine", "weather {", "[", "We"):
-        assert cut(text, offered=offered) == [("content", text)]
+def test_arguments_are_what_each_spelling_says() -> None:
+    def arguments(model: str, old: str, new: str) -> Any:
+        template, text = SPELLINGS[model]
+        assert old in text
+        ((kind, found),) = cut(text.replace(old, new), offered=tools(template))
+        return json.loads(found.arguments) if kind == "call" else found
+
+    python = "city='Rom', days=3"
+    odd = {"city": 'L\'Aquila ("x=1", True)\n', "days": None, "at": [True, {"a": "b"}]}
+    said = r"""city='L\'Aquila ("x=1", True)\n', days=None, at=[True, {"a": "b"}]"""
+    assert arguments("LFM2.5-Instruct", python, said) == odd
+    assert arguments("LFM2.5-Instruct", f"({python})", "()") == {}
+    for broken in ("city='Rom", "'Rom'", "city=Rom", "city='Rom')", "city=other(a=1)'"):
+        assert isinstance(arguments("LFM2.5-Instruct", python, broken), str)
+    text = 'string="true">Rom'
+    assert arguments("DeepSeek-V3.2", text, 'string="true">12') == {"city": "12", "days": 3}
+    assert arguments("DeepSeek-V3.2", 'string="false">3', 'string="false">[3]') == {
+        "city": "Rom",
+        "days": [3],
+    }
+    assert arguments("MiniMax-M2", ">Rom<", ">12<") == {"city": "12", "days": 3}, "the schema says text"
+    assert arguments("MiniMax-M2", ">Rom<", ">a\n<b>\n<") == {"city": "a\n<b>\n", "days": 3}
+
+
+def test_several_calls_stand_between_one_pair_of_marks() -> None:
+    for model, begins, ends in (
+        ("DeepSeek-V4", "<｜DSML｜invoke", "</｜DSML｜tool_calls>"),
+        ("Kimi-K2-Instruct", "<|tool_call_begin|>", "<|tool_calls_section_end|>"),
+        ("MiniMax-M2", "<invoke", "</minimax"),
+        ("MiniMax-M1", "{", "</tool_calls>"),
+    ):
+        template, text = SPELLINGS[model]
+        one = text[text.index(begins) : text.index(ends)]
+        twice = text.replace(one, one + one)
+        assert [kind for kind, _ in cut(twice, offered=tools(template))] == ["call", "call"], model
+    template, text = SPELLINGS["LFM2-8B-A1B"]
+    call = text[text.index("[") + 1 : text.index("]")]
+    assert len(cut(text.replace(call, f"{call}, {call}"), offered=tools(template))) == 2
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "<parameter=a>",
+        "<arg_key>",
+        '<invoke name="a">',
+        '<parameter name="a">',
+        '<｜DSML｜parameter name="a">',
+        "<｜tool▁call▁begin｜>a<｜tool▁sep｜>",
+        "<|tool_call_begin|>a<|tool_call_argument_begin|>",
+        "\\'",
+        '\\"',
+        "x",
+        "\n",
+        "[",
+        "{",
+        "a=",
+        "a(",
+    ],
+)
+def test_a_text_of_many_beginnings_takes_no_time(part: str) -> None:
+    """A client can make a model write it, and the answers of all wait meanwhile. Looking for the end of each takes minutes."""
+    many = part * (200_000 // len(part))
+    for before, after in (
+        ("", ""),
+        ("<function=weather>", "</function>"),
+        ('<invoke name="weather">', "</invoke>"),
+        ('<｜DSML｜invoke name="weather">', "</｜DSML｜invoke>"),
+        ("[weather(a='", ")]"),
+        ("[weather(", ")]"),
+        ("weather", "}"),
+        ("call:weather{", "}"),
+    ):
+        began = time.process_time()
+        spellings.read(before + many + after, {})
+        assert time.process_time() - began < 5, (before, "a tenth of a second")
+
+
+def test_gpt_oss_writes_messages() -> None:
+    template = "{{- '<|start|>assistant<|channel|>analysis<|message|>' }}"
+    thought = "<|channel|>analysis<|message|>Hm <b>.<|end|>"
+    final = "<|start|>assistant<|channel|>final<|message|>Yes <|"
+    called = '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rom"}'
+    call = ("call", Call("weather", '{"city": "Rom"}'))
+    said = [("reasoning", "Hm <b>."), ("content", "Yes <|")]
+    assert cut(thought + final, template=template) == said
+    assert cut(thought + final, template=template, offered=tools(template)) == said
+    assert cut(final.removeprefix("<|start|>assistant"), template=template) == said[1:]
+    for end in ("", "<|call|>", "<|end|>"):
+        assert cut(thought + called + end, template=template, offered=tools(template)) == [said[0], call]
+    early = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rom"}'
+    assert cut(early, template=template, offered=tools(template)) == [call]
+    preamble = "<|channel|>commentary<|message|>Let me see.<|end|>"
+    assert cut(preamble + called, template=template, offered=tools(template)) == [
+        ("content", "Let me see."),
+        call,
+    ]
+    unknown = called.replace("weather", "launch")
+    assert cut(unknown, template=template, offered=tools(template)) == [("content", 'launch{"city": "Rom"}')]
+    assert cut(called, template=template) == [("content", 'weather{"city": "Rom"}')]
+    browser = "<|channel|>analysis to=browser.search<|message|>{}<|call|>"
+    assert cut(browser, template=template) == [("reasoning", "{}")]
+    for text in ("Yes", "to be", "<b>", "<|im", "to", "  Yes", "t" * 999, "to=" + "x" * 999):
+        assert cut(text, template=template) == [("content", text)]
+    assert cut(thought + final[:30], template=template) == said[:1], "a header is no text"
+    at_once = '{"a": 1}'
+    assert cut(at_once, template=template, prompt="<|start|>assistant<|channel|>final<|message|>") == [
+        ("content", at_once)
+    ]
 
 
 def test_calls_are_found_between_marks() -> None:

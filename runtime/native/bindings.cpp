@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include <dlfcn.h>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <optional>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 
 #include "bus_error.h"
@@ -372,11 +374,12 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Generation * self, Chooser & chooser, Pacing * pacing, int32_t n_ctx, int32_t max_tokens, int32_t depth,
-               bool ignore_eog, const std::vector<std::string> & stop) {
-                new (self) Generation(chooser, pacing, {n_ctx, max_tokens, depth, ignore_eog, stop});
+               bool ignore_eog, const std::vector<std::string> & stop, std::unordered_map<llama_token, std::string> preserved) {
+                new (self) Generation(chooser, pacing, {n_ctx, max_tokens, depth, ignore_eog, stop, std::move(preserved)});
             },
             nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "chooser"_a, "pacing"_a.none(), nb::kw_only(), "n_ctx"_a, "max_tokens"_a, "depth"_a, "ignore_eog"_a = false,
-            "stop"_a = std::vector<std::string>())
+            "stop"_a = std::vector<std::string>(), "preserved"_a = std::unordered_map<llama_token, std::string>(),
+            "preserved: control tokens that the text has, and how it spells them.")
         .def("begin", &Generation::begin, "session"_a, "first"_a, no_gil)
         .def(
             "rounds",

@@ -200,7 +200,7 @@ int32_t Generation::take(Session & session, const Round & round, Origin draft, s
             break;
         }
         counts_.n_tokens += 1;
-        shown += stream_.push(session.piece(token));
+        shown += stream_.push(piece(session, token));
         origins_.push_back(n_used <= round.n_accepted ? draft : own);
         text_ends_.push_back(stream_.n_whole());
         if (stream_.stopped()) {
@@ -214,6 +214,14 @@ int32_t Generation::take(Session & session, const Round & round, Origin draft, s
     }
     text_ += shown;
     return n_used;
+}
+
+// The bytes of a token in this text.
+const std::string & Generation::piece(Session & session, llama_token token) const {
+    const std::string & bytes = session.piece(token);
+    if (!bytes.empty()) return bytes;
+    const auto found = limits_.preserved.find(token);
+    return found == limits_.preserved.end() ? bytes : found->second;
 }
 
 }  // namespace sidecar

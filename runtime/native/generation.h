@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "pacing.h"
@@ -57,6 +58,7 @@ class Generation {
         int32_t max_tokens, depth;
         bool ignore_eog;
         std::vector<std::string> stop;
+        std::unordered_map<llama_token, std::string> preserved;  // control tokens that the text has, and their bytes in it
     };
 
     // What it is given must outlive its last round; `pacing` may be null. The session is named anew each time, so that a text
@@ -94,6 +96,7 @@ class Generation {
     void place(Session & session, bool plain);
     void compare(const Found & found, const std::vector<llama_token> & emitted);
     int32_t take(Session & session, const Round & round, Origin draft, std::string & shown);
+    const std::string & piece(Session & session, llama_token token) const;
 
     Chooser & chooser_;
     Pacing * const pacing_;

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..reasoning import opens_reasoning, reasoning_marks
+from ..reasoning import preserved_texts, without_reasoning
 from ..sampling import ACCEPT, Sampling
 from ..vocab import Vocab
 from .errors import RequestError
@@ -121,12 +121,13 @@ def read_chat(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
         )
     fields.end()
     is_bound = any(options.get(name) is not None for name in ("grammar", "json_schema"))
-    if is_bound:  # a sentence of a grammar has no reasoning before it
+    if is_bound:
         variables = {"enable_thinking": False, **variables}
     prompt = vocab.render_chat(messages, tools=tools.offered if tools else None, **variables)
-    marks = reasoning_marks(template)
-    if is_bound and marks and opens_reasoning(prompt, marks):
-        prompt = f"{prompt.rstrip()}\n\n{marks[1]}\n\n"
+    if is_bound:
+        prompt = without_reasoning(prompt, template)
+    marks = (*preserved_texts(template), *(tools.preserved_texts if tools else ()))
+    options["preserved_tokens"] = vocab.control_tokens(marks)
     return Request(
         tokens=vocab.tokenize(prompt, add_special=False),
         options=options,

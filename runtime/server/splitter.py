@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..reasoning import ReasoningSplitter, held_back, reasoning_marks
+from ..reasoning import held_back, make_splitter
 from .tools import Call, Tools
 
 Part = tuple[str, "str | Call"]  # "reasoning", "content" or "call", and what it is
@@ -22,9 +22,9 @@ class Splitter:
     """
 
     def __init__(self, prompt: str, template: str, tools: Tools | None) -> None:
-        self._reasoning = ReasoningSplitter(prompt, reasoning_marks(template))
+        self._reasoning = make_splitter(prompt, template)
         self._tools = tools
-        self._open, self._close = tools.marks if tools and tools.marks else ("", "")
+        self._open, self._close = tools.marks[:2] if tools and tools.marks else ("", "")
         self._held = ""
         self._state = "begin"  # of what is said: nothing but white space so far
         self._n_calls = 0
@@ -50,7 +50,9 @@ class Splitter:
 
     def _take(self, kind: str, text: str) -> list[Part]:
         if kind == "reasoning" or self._tools is None:
-            return [(kind, text)]
+            return [(kind if kind == "reasoning" else "content", text)]
+        if kind == "call":
+            return self._calls(text, text)
         self._held += text
         parts: list[Part] = []
         while True:
@@ -68,10 +70,8 @@ class Splitter:
                     return parts
                 if self._open and said.startswith(self._open):
                     self._state = "content"
-                elif (bare := not self._n_calls and self._tools.begins_bare(said)) is True:
+                elif not self._n_calls and self._tools.begins_bare(said):
                     self._state = "bare"
-                elif bare is None:
-                    return parts
                 else:
                     self._state = "content"
             if self._state == "bare":

@@ -1,8 +1,8 @@
 """Functions that a model may call: what a request offers, the grammar of a call that is forced, calls found in an answer.
 
 Calls are read between the marks that a model's chat template writes them in (`MARKS`), in whichever of the spellings there are
-(spellings.py), and as an answer that is nothing but a call (Llama 3.1, and where the vocabulary has the marks as control tokens, which
-no text shows). Other spellings stay text. Schemas are not checked against what an answer of free choice holds; one that is forced
+(spellings.py), as an answer that is nothing but a call (Llama 3.1), and as a message to a function (gpt-oss: harmony.py). Other
+spellings stay text. Schemas are not checked against what an answer of free choice holds; one that is forced
 follows them by its grammar.
 """
 
@@ -13,24 +13,72 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..grammar import schema_grammar
 from . import spellings
 from .errors import RequestError
 from .fields import Fields, shown
 
-Marks = tuple[str, str]
-HERMES = ("<tool_call>", "</tool_call>")
-# In a chat template: how calls begin and end; without an end they go on to the answer's.
-MARKS: tuple[Marks, ...] = (
+
+class Marks(NamedTuple):
+    """How calls begin and end in an answer.
+
+    Args:
+        begin, end: around them; without an end they go on to the answer's.
+        inner: marks between those.
+        signs: texts of which a chat template that writes calls so has one (none: `begin`).
+    """
+
+    begin: str
+    end: str
+    inner: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+
+    def is_of(self, template: str) -> bool:
+        return any(sign in template for sign in self.signs or (self.begin,))
+
+
+HERMES = Marks("<tool_call>", "</tool_call>", ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+_DSML = ("｜DSML｜",)
+MARKS = (  # the one whose end a template has, too, goes first; else the order counts
     HERMES,  # Qwen, GLM-4.5 and others, too
-    ("<|tool_call>", "<tool_call|>"),  # Gemma 4
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # DeepSeek V3, R1, V3.1
-    ("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano v2
-    ("<|tool_call|>", "<|/tool_call|>"),  # Phi-4-mini
-    ("<|tool_call|>", ""),  # Granite 3
-    ("[TOOL_CALLS]", ""),  # Mistral
+    Marks("<|tool_call>", "<tool_call|>", ('<|"|>',)),  # Gemma 4
+    Marks(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),  # DeepSeek V3, R1, V3.1
+    Marks(
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        _DSML,
+        ("<｜DSML｜function_calls>", "dsml_token + 'function_calls>"),
+    ),  # DeepSeek V3.2
+    Marks(
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        _DSML,
+        ("<｜DSML｜tool_calls>", "dsml_token + 'tool_calls>"),
+    ),  # DeepSeek V4
+    Marks(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),  # Kimi K2
+    Marks("<minimax:tool_call>", "</minimax:tool_call>"),  # MiniMax-M2
+    Marks(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        signs=("<|tool_call_start|>", "<|tool_list_start|>", '"List of tools: ["'),
+    ),  # LFM2, LFM2.5
+    Marks("<seed:tool_call>", "</seed:tool_call>"),  # Seed-OSS
+    Marks("<tool_calls>", "</tool_calls>"),  # MiniMax-M1, Apriel
+    Marks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R7B, Command A
+    Marks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano v2
+    Marks("<|tool_call|>", "<|/tool_call|>"),  # Phi-4-mini
+    Marks("<|tool_call|>", ""),  # Granite 3
+    Marks("[TOOL_CALLS]", "", ("[CALL_ID]", "[ARGS]")),  # Mistral
 )
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -71,6 +119,11 @@ class Tools:
     marks: Marks | None
     parallel: bool
 
+    @property
+    def preserved_texts(self) -> tuple[str, ...]:
+        """What calls are found by in an answer's text: control tokens in it are to be preserved."""
+        return (self.marks.begin, self.marks.end, *self.marks.inner) if self.marks else ()
+
     def grammar(self) -> str:
         """The GBNF of one call of a function that is forced.
 
@@ -91,26 +144,12 @@ class Tools:
         text = schema_grammar(schema)
         if self.marks != HERMES:  # as an answer that is nothing but a call
             return text
-        opening, closing = (json.dumps(mark) for mark in (f"{HERMES[0]}\n", f"\n{HERMES[1]}"))
+        opening, closing = (json.dumps(mark) for mark in (f"{HERMES.begin}\n", f"\n{HERMES.end}"))
         return re.sub(r"(?m)^root ::= (.*)$", lambda m: f"root ::= {opening} ({m[1]}) {closing}", text)
 
-    def begins_bare(self, said: str) -> bool | None:
-        """Whether an answer may be nothing but a call, without marks, by how it begins; None while that is open.
-
-        `said` is not empty, and begins with no white space.
-        """
-        if self.marks == HERMES:
-            return False
-        if said[0] in "{[":
-            return True
-        if self.marks is None or self.marks[1]:
-            return False
-        for name in self.schemas:  # Mistral's: a name, and its arguments
-            if name.startswith(said) or (said.startswith(name) and not said[len(name) :].strip()):
-                return None
-            if said.startswith(name) and said[len(name) :].lstrip()[0] == "{":
-                return True
-        return False
+    def begins_bare(self, said: str) -> bool:
+        """Whether an answer may be nothing but a call, without marks, by how it begins: with no white space."""
+        return self.marks != HERMES and said[0] in "{["
 
     def read(self, text: str) -> list[Call]:
         """The calls in what stands between two marks, or in a whole answer; none where it is no call of a function offered."""
@@ -159,11 +198,11 @@ def read_tools(fields: Fields, template: str) -> Tools | None:
 def call_marks(template: str) -> Marks | None:
     """Between which a chat template writes calls; None where it has no marks that are known here.
 
-    >>> call_marks("{{ '[TOOL_CALLS]' }}"), call_marks("{{ message }}")
-    (('[TOOL_CALLS]', ''), None)
+    >>> call_marks("{{ '<TOOLCALL>' }}"), call_marks("{{ message }}")
+    (Marks(begin='<TOOLCALL>', end='</TOOLCALL>', inner=(), signs=()), None)
     """
-    found = [marks for marks in MARKS if marks[0] in template]
-    return next((marks for marks in found if marks[1] in template), found[0] if found else None)
+    found = [marks for marks in MARKS if marks.is_of(template)]
+    return next((marks for marks in found if marks.end in template), found[0] if found else None)
 
 
 def _read_function(tool: Fields) -> tuple[str, Mapping[str, Any]]:

@@ -1,0 +1,92 @@
+"""Marks that the vocabulary holds as control tokens: no text shows those, but an answer is cut by them all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from served import HELLO, served
+
+from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime.conversation import Conversation
+from llama_sidecar.runtime.server.answers import ChatAnswer
+from llama_sidecar.runtime.server.requests import read_chat
+
+CONTROL = {1: "<think>", 2: "</think>", 3: "[TOOL_CALLS]", 4: "<|other|>"}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n{% endfor %}"
+    "<assistant>{# [TOOL_CALLS] #}"
+)
+THOUGHT = 'root ::= <[1]> "Hm" <[4]> <[2]> "Yes"'  # what the model is made to write: token ids and texts
+CALLED = 'root ::= "Well. " <[3]> "[{\\"name\\": \\"add\\", \\"arguments\\": {\\"a\\": 1}}]"'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.write_pair(tmp_path_factory.mktemp("marks"), template=TEMPLATE, control=CONTROL).main
+
+
+@pytest.fixture(scope="module")
+def model(main: Path) -> Iterator[Model]:
+    with load(main, ctx=512, depth=2, threads=1) as model:
+        yield model
+
+
+def test_a_text_has_the_control_tokens_that_are_preserved(model: Model) -> None:
+    options: dict[str, Any] = {"grammar": THOUGHT, "temperature": 0, "max_tokens": 40}
+    assert model.generate("Hi", **options).read() == "HmYes"
+    marked = model.generate("Hi", preserved_tokens=[1, 2], **options)
+    pieces = list(marked.pieces())
+    assert marked.text == "<think>Hm</think>Yes" == "".join(piece.text for piece in pieces)
+    assert [piece.token for piece in pieces] == marked.tokens and pieces[0].text == "<think>"
+    assert model.vocab.text_of(marked.tokens) == "HmYes"
+    assert model.vocab.text_of(marked.tokens, preserved=[1, 2]) == marked.text
+    assert model.generate("Hi", preserved_tokens=[1], stop="<think>", **options).read() == ""
+    for bad in (-1, model.vocab.n_tokens):
+        with pytest.raises(PromptError, match="outside the vocabulary"):
+            model.generate("Hi", preserved_tokens=[1, bad])
+
+
+def test_texts_are_written_in_control_tokens(model: Model) -> None:
+    assert model.vocab.control_tokens(["</think>", "a<think>b"]) == [1, 2]
+    assert model.vocab.control_tokens(["think", "", "<th ink>"]) == []
+
+
+def test_a_conversation_keeps_reasoning_apart_and_goes_on_in_its_tokens(model: Model) -> None:
+    with model.session() as session:
+        talk = Conversation(session)
+        answer = talk.ask("One", grammar=THOUGHT, temperature=0)
+        assert list(talk.parts()) == [
+            ("reasoning", "H"),
+            ("reasoning", "m"),
+            *(("content", c) for c in "Yes"),
+        ]
+        assert talk.messages[-1] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+        again = talk.ask("Two", grammar=THOUGHT, temperature=0)
+        again.read()
+        assert again.stats.n_reused >= answer.stats.n_prompt + len(answer.tokens) - 1
+
+
+def test_an_answer_s_calls_are_found(model: Model) -> None:
+    """As the server makes answers, but made to write one, which a request with tools cannot."""
+    request = read_chat({"messages": HELLO, "tools": [ADD]}, model.vocab, client="", n_ctx=512)
+    assert request.options["preserved_tokens"] == [1, 2, 3]
+    generation = model.generate(request.tokens, **{**request.options, "grammar": CALLED, "temperature": 0})
+    generation.read()
+    choice = ChatAnswer(request, model.vocab, "m").whole(generation, [])["choices"][0]
+    assert choice["message"]["content"] == "Well. " and choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+def test_the_server_keeps_reasoning_apart(main: Path) -> None:
+    pytest.importorskip("starlette")
+    with served(main, "--ctx", "512", "--slots", "1", "--depth", "2", "--threads", "1") as server:
+        message = server.chat(grammar=THOUGHT, temperature=0)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm", "Yes")
