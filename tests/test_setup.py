@@ -550,6 +550,17 @@ def test_plain_make_lists_the_targets() -> None:
         assert f"  make {target}" in listed.stdout
 
 
+def test_the_wheel_has_no_dates_of_its_build() -> None:
+    """`make reproduce` compares two of them; it takes minutes."""
+    wheels = list((ROOT / "dist").glob("llama_sidecar-*.whl"))
+    if not wheels or "SOURCE_DATE_EPOCH" in os.environ:
+        pytest.skip("`make wheel` builds it, without SOURCE_DATE_EPOCH")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        assert {entry.date_time for entry in wheel.infolist()} == {
+            (2022, 11, 9, 12, 37, 20)
+        }  # scikit-build-core's
+
+
 def test_ci_runs_make_test_and_nothing_else() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
