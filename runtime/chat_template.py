@@ -36,6 +36,7 @@ MAX_WIDTH = 10_000  # columns that a text is padded or indented to
 MAX_BITS = 4096  # of an integer
 SECONDS = 5.0  # of one text
 
+_OF_QUEUES = ("append", "pop")
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
 _WIDE_FILTERS = ("center", "indent", "truncate", "batch", "slice", "round", "tojson")
 _LEFT_OUT = (
@@ -103,11 +104,12 @@ class ChatTemplate:
         }
         given |= {
             "messages": [self._named(message) for message in messages],
-            "tools": [dict(tool) for tool in tools or ()] or None,
+            "tools": list(tools or ()) or None,
         }
+        given = _copied(given | variables)  # a template may append to lists, and these are not its own
         with _within_limits():
             parts, n_chars = list[str](), 0
-            for part in self._template.generate(given | self._given | variables):
+            for part in self._template.generate(self._given | given):
                 _look_at_the_clock()
                 n_chars += len(part)
                 if n_chars > MAX_SIZE:
@@ -125,6 +127,12 @@ class ChatTemplate:
         ):
             return dict(message)
         return {"thinking": reasoning, **message}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _raise(message: str) -> None:
@@ -257,6 +265,12 @@ def _check_join(between: Any, parts: Any) -> list[Any]:
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Some templates queue texts in lists of their own (Kimi K2's): see `call`."""
+        if isinstance(obj, list) and attr in _OF_QUEUES:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             _check_product(left, right)
@@ -272,6 +286,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     ) -> Any:  # names that no option of a macro has
         _look_at_the_clock()
         owner, name = getattr(_function, "__self__", None), getattr(_function, "__name__", "")
+        if isinstance(owner, list) and name == "append" and not all(isinstance(one, str) for one in args):
+            raise _Beyond("appends what is no text")  # lists in lists could grow unweighed
         if isinstance(owner, (str, bytes)):
             if name in _PADDING:
                 _check_widths([*args, *options.values()])

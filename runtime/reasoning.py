@@ -19,6 +19,7 @@ MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
     ("<thought>", "</thought>"),  # EXAONE Deep
     ("<mm:think>", "</mm:think>"),  # MiniMax-M3
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 Marks = tuple[str, str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import time
 from pathlib import Path
@@ -86,6 +87,11 @@ HOSTILE = {
     "lorem": "{{ lipsum(n=99999) }}",
     "deep": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "deep blocks": "{% if 1 %}" * 200 + "{% endif %}" * 200,
+    "appended to itself": "{% set x = [] %}{% set _ = x.append(x) %}{{ x }}",
+    "appended twice": "{% set x = ['a'] %}{% set _ = x.append(x) %}{% set _ = x.extend(x) %}",
+    "extended": "{% set x = ['a'] %}{% for i in range(60) %}{% set _ = x.extend(x) %}{% endfor %}",
+    "appended for ever": "{% set x = [] %}{% for i in range(99999) %}{% for i in range(99999) %}{% set _ = x.append('a') %}{% endfor %}{% endfor %}",
+    "appended and joined": "{% set x = [] %}{% for i in range(9999) %}{% set _ = x.append('a' * 99999) %}{% endfor %}{{ x | join }}",
     "long": "a" * 300_000,
     "no template": "{% for %}",
     "a large number": "{{ messages[10 ** 30] }}{{ 'x' * messages }}",
@@ -121,6 +127,7 @@ def test_a_bomb_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, little_m
         "{{ self.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ messages[0].update({'role': 'x'}) }}",
+        "{% set _ = messages[2].tool_calls[0].function.arguments.x.append('y') %}{{ messages[2].tool_calls.pop() }}",
         "{{ raise_exception.__globals__ }}",
         "{{ strftime_now.__globals__['json'] }}",
         "{% include '/etc/passwd' %}",
@@ -131,12 +138,21 @@ def test_a_bomb_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, little_m
     ],
 )
 def test_nothing_of_python_is_within_reach(source: str) -> None:
-    given = [dict(message) for message in MESSAGES]
+    given = copy.deepcopy(MESSAGES)
     try:
         text = ChatTemplate(source).render(given)
     except PromptError:
         return
     assert "class" not in text and "root" not in text and given == MESSAGES
+
+
+def test_a_template_may_queue_texts() -> None:
+    """As Kimi K2's does with the names of calls; transformers' sandbox refuses it."""
+    source = (
+        "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% set _ = ns.ids.append(m.role) %}{% endfor %}"
+        "{{ ns.ids.pop(0) }} {{ ns.ids | join(',') }}"
+    )
+    assert ChatTemplate(source).render(MESSAGES) == "system user,assistant,user"
 
 
 def test_what_a_template_raises_is_its_message() -> None:

@@ -221,6 +221,18 @@ SPELLINGS = {  # what the chat templates of these models write calls in, and one
         "<seed:tool_call>\n<function=weather>\n<parameter=city>Rom</parameter>\n<parameter=days>3</parameter>\n"
         "</function>\n</seed:tool_call>",
     ),
+    "Apertus-8B-Instruct": (
+        "{%- set tool_calls_token = '<|tools_prefix|>' -%}",
+        '<|tools_prefix|>[{"weather": {"city": "Rom", "days": 3}}]<|tools_suffix|>',
+    ),
+    "GigaChat3.1-10B-A1.8B": (
+        "{{ '<|function_call|>' }}",
+        '<|function_call|>{"name": "weather", "arguments": {"city": "Rom", "days": 3}}',
+    ),
+    "functionary-medium-v3.1": (
+        '<function=example_function_name>{{ \'{"example_name": "example_value"}\' }}</function>',
+        '<function=weather>{"city": "Rom", "days": 3}</function>',
+    ),
     "c4ai-command-r7b-12-2024": (
         "<|START_ACTION|>[\n]<|END_ACTION|>",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Rom", "days": 3}}\n]<|END_ACTION|>',

@@ -10,7 +10,9 @@ DeepSeek V3.2, V4                  <｜DSML｜invoke name="f"><｜DSML｜paramet
 MiniMax-M2                         <invoke name="f"><parameter name="a">1</parameter></invoke>
 Kimi K2                            <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
 LFM2                               [f(a=1, b="text")]
-Mistral Small 3.2, gpt-oss         f[ARGS]{...}, f{...}
+Mistral Small 3.2, Functionary     f[ARGS]{...}, f>{...}
+gpt-oss                            f{...}
+Apertus                            [{"f": {...}}]
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _PYTHON = re.compile(  # a text, the beginning of a call, an argument's name, it
 )
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {"\\'": "'", '"': '\\"'}  # of what stands between single quotes, and JSON's
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|>)?\s*(?=\{)")
 
 
 def read(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Found:
@@ -101,6 +103,8 @@ def _named_calls(data: list[Any]) -> Found:
             return []
         name = one.get("name", one.get("tool_name"))
         arguments = one.get("arguments", one.get("parameters"))
+        if len(one) == 1:
+            ((name, arguments),) = one.items()
         if not isinstance(name, str) or not isinstance(arguments, (Mapping, str)):
             return []
         found.append((name, arguments))

@@ -42,6 +42,7 @@ class Marks(NamedTuple):
 HERMES = Marks("<tool_call>", "</tool_call>", ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
 _DSML = ("｜DSML｜",)
 MARKS = (  # the one whose end a template has, too, goes first; else the order counts
+    Marks("<tool_calls>", "</tool_calls>"),  # MiniMax-M1, Apriel, whose prose has <tool_call>, too
     HERMES,  # Qwen, GLM-4.5 and others, too
     Marks("<|tool_call>", "<tool_call|>", ('<|"|>',)),  # Gemma 4
     Marks(
@@ -73,11 +74,13 @@ MARKS = (  # the one whose end a template has, too, goes first; else the order c
         signs=("<|tool_call_start|>", "<|tool_list_start|>", '"List of tools: ["'),
     ),  # LFM2, LFM2.5
     Marks("<seed:tool_call>", "</seed:tool_call>"),  # Seed-OSS
-    Marks("<tool_calls>", "</tool_calls>"),  # MiniMax-M1, Apriel
     Marks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R7B, Command A
     Marks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano v2
+    Marks("<|tools_prefix|>", "<|tools_suffix|>"),  # Apertus
     Marks("<|tool_call|>", "<|/tool_call|>"),  # Phi-4-mini
     Marks("<|tool_call|>", ""),  # Granite 3
+    Marks("<|function_call|>", ""),  # GigaChat 3.1
+    Marks("<function=", "</function>"),  # Functionary 3.1
     Marks("[TOOL_CALLS]", "", ("[CALL_ID]", "[ARGS]")),  # Mistral
 )
 MAX_TOOLS = 128
