@@ -56,6 +56,8 @@ from llama_sidecar.sidecars import (
     read_header,
 )
 
+DEMO = Path(__file__).parents[1] / "sidecars" / "demo"
+
 
 def f32(path: Path | None, name: str) -> Array:
     assert path
@@ -733,6 +735,32 @@ def test_disk_that_fills_up_leaves_nothing(
     with pytest.raises(expected) as error:
         convert(make_checkpoint(tmp_path), tmp_path / "new" / "out")
     assert "\n" not in str(error.value) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems map files as they like")
+def test_a_file_comes_into_the_page_cache_in_whole_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, firsts = os.pwrite, {}
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        written = write(fd, data, at)
+        for page in range(at // writer.HUGE_PAGE, (at + written - 1) // writer.HUGE_PAGE + 1):
+            firsts.setdefault((fd, page), (at, written))
+        return written
+
+    monkeypatch.setattr(writer.os, "pwrite", pwrite)
+    main = convert(DEMO, tmp_path / "huge", main_type="F32").main
+    fd = max(firsts, key=lambda key: key[1])[0]  # the main file has more pages than the sidecar
+    header = read_header(main)
+    first_page = -(-min(info.offset for info in header.tensors.values()) // writer.HUGE_PAGE)
+    pages = range(first_page, main.stat().st_size // writer.HUGE_PAGE)
+    assert len(pages) > 10
+    assert {firsts[fd, page] for page in pages} == {
+        (page * writer.HUGE_PAGE, writer.HUGE_PAGE) for page in pages
+    }
+    monkeypatch.setattr(writer.sys, "platform", "another")
+    assert main.read_bytes() == convert(DEMO, tmp_path / "small", main_type="F32").main.read_bytes()
 
 
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
