@@ -18,53 +18,52 @@ from llama_sidecar.converter import convert
 from llama_sidecar.runtime import Model, load
 
 PROMPT = list(range(20, 60))
-KINDS = (
-    "mtp, T",
-    "mtp, R",
-    "mtp, W",
-    "mtp, compact",
-    "eagle3",
-    "dflash",
-    "dflash2",
-    "dspark",
-    "assistant",
-    "model",
-    "ngram",
-)
-HYBRID = (
-    "mtp, R",
-    "eagle3",
-    "dflash",
-    "dflash2",
-    "dspark",
-    "model",
-    "ngram",
-)  # draft for hybrid targets, too
+OF_LAYERS = ("qwen3", "llama", "qwen35")  # the targets of kinds that read the target's layers
+OF_ANY = ("glm4moe", "qwen35", "qwen3", "llama")
+# Kind -> the architectures of its targets here, first the one that it has unless another is asked for. A family's own drafter
+# has that family's; MTP heads of all families are in test_families.py.
+TARGETS = {
+    "mtp, T": ("glm4moe",),
+    "mtp, R": ("qwen35",),
+    "mtp, W": ("mimo2",),
+    "mtp, compact": ("glm4moe", "qwen35"),
+    "eagle3": OF_LAYERS,
+    "dflash": OF_LAYERS,
+    "dflash2": OF_LAYERS,
+    "dspark": OF_LAYERS,
+    "assistant": ("gemma4",),
+    "model": OF_ANY,
+    "ngram": OF_ANY,
+}
+KINDS = tuple(TARGETS)
+ON_TARGETS = tuple((kind, target) for kind, targets in TARGETS.items() for target in targets)
+HYBRID = tuple(kind for kind, target in ON_TARGETS if target == "qwen35")  # draft for hybrid targets, too
 ALWAYS = tuple(kind for kind in KINDS if kind != "ngram")  # draft in every round, whatever the text is
 _LAYERS = (1, 2, 3)
 
 
-def write_kind(kind: str, folder: Path, *, hybrid: bool = False) -> tuple[Path, dict[str, Any]]:
-    """The main file, with its drafter beside it or named in the options of `load`; `hybrid`, of a kind in HYBRID, is R's target."""
+def write_kind(kind: str, folder: Path, target: str | None = None) -> tuple[Path, dict[str, Any]]:
+    """The main file, with its drafter beside it or named in the options of `load`; `target` is one of the kind's TARGETS."""
+    target = target or TARGETS[kind][0]
     if kind == "mtp, W":
         result = convert(make_checkpoint(folder, "mimo2", "joined"), folder / "out", "Q8_0", "Q8_0")
         assert result.main
         return result.main, {"draft_vocab": "full"}
     if kind in ("mtp, T", "mtp, R", "mtp, compact"):
-        main = models.write_pair(folder, recurrent=kind == "mtp, R", type=drafts.T.Q8_0).main
-        return main, {"draft_vocab": 100 if kind == "mtp, compact" else "full"}
+        return write_main(folder, target), {"draft_vocab": 100 if kind == "mtp, compact" else "full"}
     if kind == "assistant":
         checkpoint = make_target(folder, "gemma4_assistant")
         draft = make_draft(folder, "gemma4_assistant", "plain", checkpoint)
         whole = convert(checkpoint, folder / "out", "Q8_0").main
         assert whole
         return whole, {"sidecar": convert(draft, folder / "out", None, "Q8_0", target=checkpoint).sidecar}
+    main = write_main(folder, target)
     if kind == "ngram":
-        return models.write_pair(folder, recurrent=hybrid, type=drafts.T.Q8_0).main, {"spec_type": "ngram"}
+        return main, {"spec_type": "ngram"}
     if kind == "model":
-        main = models.write_pair(folder, recurrent=hybrid, type=drafts.T.Q8_0).main
-        return main, {"sidecar": write_near(folder / "draft", recurrent=hybrid)}
-    main = drafts.write_target(folder, "qwen35" if hybrid else "qwen3")
+        if target in ("glm4moe", "qwen35"):
+            return main, {"sidecar": write_near(folder / "draft", recurrent=target == "qwen35")}
+        return main, {"sidecar": drafts.write_target(folder / "draft", target, drafts.T.Q4_0)}
     for head in folder.glob("mtp-*"):  # it would come first
         head.unlink()
     if kind == "eagle3":
@@ -76,6 +75,13 @@ def write_kind(kind: str, folder: Path, *, hybrid: bool = False) -> tuple[Path, 
     else:
         drafts.write_dflash(folder, selector=kind == "dflash2")
     return main, {}
+
+
+def write_main(folder: Path, target: str) -> Path:
+    """A target of OF_ANY."""
+    if target == "glm4moe":
+        return models.write_pair(folder, recurrent=False, type=drafts.T.Q8_0).main
+    return drafts.write_target(folder, target)
 
 
 def write_near(folder: Path, *, recurrent: bool) -> Path:

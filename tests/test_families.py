@@ -29,7 +29,7 @@ from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.errors import BadConfig, BadTokenizer, NoHead, UnsupportedModel
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.plan import canonical_tensors, plan
-from llama_sidecar.runtime import Model, load, reference
+from llama_sidecar.runtime import Generation, Model, Scripted, Session, load, reference
 from llama_sidecar.sidecars import read_header
 
 LISTINGS = Path(__file__).parent / "data" / "listings"
@@ -68,16 +68,32 @@ def test_head_logits_equal_those_of_transformers(pair: tuple[str, Model]) -> Non
 
 
 def test_pair_drafts_and_says_what_the_main_file_says_alone(pair: tuple[str, Model]) -> None:
+    """With its own drafts and with such as are right for the first j, after which what comes next is the same to 1e-3 (case 13)."""
     _, model = pair
     with model.session(spec_type="none") as session:
-        generation = session.generate(LOGITS_PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
-        generation.read()
-    for depth in (1, 3):
-        with model.session(depth=depth) as session:
-            drafted = session.generate(LOGITS_PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
-            drafted.read()
-            assert drafted.tokens == generation.tokens
-            assert drafted.stats.n_drafted > 0
+        plain = written(session)
+        logits = next_logits(session, plain)
+    scripts = [Scripted(LOGITS_PROMPT + plain.tokens, n_right) for n_right in range(4)]
+    for depth, scripted in [(1, None), (3, None), *((3, script) for script in scripts)]:
+        with model.session(depth=depth, scripted=scripted) as session:
+            text = written(session)
+            assert text.tokens == plain.tokens and text.stats.n_drafted > 0
+            np.testing.assert_allclose(next_logits(session, text), logits, atol=1e-3)
+            if scripted:
+                accepted = text.stats.accepted_per_position
+                assert accepted == [float(i < scripted.n_right) for i in range(len(accepted))]
+
+
+def next_logits(session: Session, text: Generation) -> list[float]:
+    """Those behind the last token, which is not decoded yet."""
+    session._native.feed(text.tokens[-1:], True)
+    return session._native.logits(0)
+
+
+def written(session: Session) -> Generation:
+    text = session.generate(LOGITS_PROMPT, max_tokens=N, temperature=0, ignore_eos=True)
+    text.read()
+    return text
 
 
 @pytest.mark.parametrize("tokens", ["all", [320], [-1], [True]])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kind_models import ALWAYS, HYBRID, KINDS, PROMPT, open_kind, write_kind
+from kind_models import ALWAYS, HYBRID, KINDS, ON_TARGETS, PROMPT, open_kind, write_kind
 
 from llama_sidecar.runtime import Generation, Model, Scripted, Session, _native
 from llama_sidecar.runtime.sampling import MAX_SEED
@@ -32,12 +32,12 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelOf]:
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def written(kind: str, hybrid: bool) -> tuple[Path, dict[str, Any]]:
-            return write_kind(kind, tmp_path_factory.mktemp(kind.replace(", ", "-")), hybrid=hybrid)
+        def written(kind: str, target: str | None) -> tuple[Path, dict[str, Any]]:
+            return write_kind(kind, tmp_path_factory.mktemp(kind.replace(", ", "-")), target)
 
         @functools.cache
-        def opened(kind: str, batch: int = 512, hybrid: bool = False, **options: Any) -> Model:
-            return stack.enter_context(open_kind(*written(kind, hybrid), batch=batch, **options))
+        def opened(kind: str, batch: int = 512, target: str | None = None, **options: Any) -> Model:
+            return stack.enter_context(open_kind(*written(kind, target), batch=batch, **options))
 
         yield opened
 
@@ -51,6 +51,12 @@ def write(session: Session, prompt: list[int] = PROMPT, n: int = N, **options: A
 def plain(model: Model, prompt: list[int] = PROMPT, n: int = N, **options: Any) -> list[int]:
     with model.session(spec_type="none") as session:
         return write(session, prompt, n, **options).tokens
+
+
+def assert_right_for(n_right: int, accepted_per_position: list[float]) -> None:
+    """The first drafts always stand and those after them never: a liar's acceptance is exactly 0."""
+    n = len(accepted_per_position)
+    assert accepted_per_position == [float(i < n_right) for i in range(n)] and n > 1
 
 
 # Properties
@@ -123,34 +129,37 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "target"), ON_TARGETS)
 def test_a_state_after_rewinds_is_that_of_a_run_that_never_speculated(
-    model_of: ModelOf, kind: str, temperature: float
+    model_of: ModelOf, kind: str, target: str, temperature: float
 ) -> None:
     """Case 13: after drafts that are right for the first j, of the model's own drafter, and of drafts judged by `reject`."""
-    model, options = model_of(kind), {"temperature": temperature, "seed": 5}
+    model, options = model_of(kind, target=target), {"temperature": temperature, "seed": 5}
     with model.session(spec_type="none") as session:
         expected = write(session, **options).tokens
         state = session._native.state()
     for n_right in [*range(DEPTH + 1), None]:
         scripted = None if n_right is None else Scripted(PROMPT + expected, n_right)
         with model.session(scripted=scripted) as session:
-            assert write(session, **options).tokens == expected
-            assert session._native.state() == state
+            found = write(session, **options)
+            assert found.tokens == expected and session._native.state() == state
+            if n_right is not None:
+                assert_right_for(n_right, found.stats.accepted_per_position)
     with model.session() as session:
         text = write(session, accept="reject", **options).tokens
-        found = session._native.state()
+        left = session._native.state()
     with model.session(spec_type="none") as session:
         session._native.feed(PROMPT, True)
         for token in text[:-1]:
             session._native.feed([token], True)
-        assert session._native.state() == found
+        assert session._native.state() == left
 
 
 @pytest.mark.parametrize("kind", HYBRID)
 @pytest.mark.parametrize("n_slots", [0, 1, 2])
 def test_fewer_rollback_slots_than_the_depth(model_of: ModelOf, kind: str, n_slots: int) -> None:
     """Case 14: a checkpoint stands in, and the drafter goes on as if there had been slots."""
-    model = model_of(kind, hybrid=True)
+    model = model_of(kind, target="qwen35")
     with model.session(spec_type="none") as session:
         expected = write(session).tokens
         state = session._native.state()
