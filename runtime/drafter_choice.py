@@ -103,6 +103,14 @@ class Choice:
         kind = self.speculation.kind
         return kind in KINDS and KINDS[kind].in_one_pass
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its vocabulary may be cut to fewer rows: an MTP head, or a drafter with an output of all tokens; or nothing drafts."""
+        kind = self.speculation.kind
+        if kind is None or self.is_head:
+            return True
+        return isinstance(self.file, Sidecar) and bool(KINDS[self.file.kind].output_tensors(self.file.header))
+
     def _header(self, main: MainFile) -> GGUFHeader:
         return (self.file or main).header
 

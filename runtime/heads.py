@@ -1,10 +1,10 @@
 """Compact heads in the user's cache folder: found, or made from whatever head a model has, and shared by processes.
 
-A head is named by its source's content, its number of rows and its types, and checked whenever it is used. No type is wider than
+An MTP head becomes a compact sidecar, a drafter of another kind one with a cut output. A head is named by its source's content, its number of rows and its types, and checked whenever it is used. No type is wider than
 those the converter writes by default, so that anybody's sidecar drafts as cheaply. Its rows are the first in merge order; once
 enough of what a model really writes has been counted and those rows miss too much of it, they follow the counts.
-Counts are one number per token, never text, and old ones fade. Knows what a compact sidecar is from sidecars/compact.py;
-decodes nothing.
+Counts are one number per token, never text, and old ones fade. Knows what the files are from sidecars/compact.py and
+sidecars/cut_output.py; decodes nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, compact
+from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, compact, cut_output
+from llama_sidecar.sidecars.tensor_rows import Progress, Types
 
 from .cache_folder import CacheFolder
 from .errors import CacheError, HeadsUnavailable
@@ -39,7 +42,7 @@ def compact_head(
     n_rows: int | None = None,
     counts: Counts | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: compact.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Finds or makes the compact sidecar of a head, in the user's cache folder.
 
@@ -57,14 +60,33 @@ def compact_head(
         >>> compact_head(open_sidecar("mtp-NAME-Q8_0.gguf")).name                # doctest: +SKIP
         'compact-NAME-Q8_0-32768-f1d4457261cbe6f5.gguf'
     """
-    n_vocab = len(source.tokens)
-    n_kept = compact.default_n_rows(n_vocab) if n_rows is None else n_rows
-    if n_kept is None or n_kept >= n_vocab:
-        raise HeadsUnavailable(f"a vocabulary of {n_vocab:,} tokens is drafted whole")
-    try:
-        return _find_or_make(source, n_kept, counts, CacheFolder(cache_dir), progress)
-    except LlamaSidecarError as error:
-        raise HeadsUnavailable(f"there is no compact head: {error}") from error
+    return _made(lambda: _of_head(source), source, n_rows, counts, cache_dir, progress)
+
+
+def cut_drafter(
+    sidecar: Sidecar,
+    main: MainFile,
+    *,
+    n_rows: int | None = None,
+    counts: Counts | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Finds or makes an EAGLE3, DFlash or DSpark sidecar with a cut output, in the user's cache folder.
+
+    Args:
+        sidecar: the drafter.
+        main: its main file, whose output it may borrow.
+        n_rows: as of `compact_head`, as are the others.
+
+    Raises:
+        HeadsUnavailable: as `compact_head`.
+
+    Example:
+        >>> cut_drafter(open_sidecar("dflash-NAME-Q8_0.gguf"), open_main("NAME-Q8_0.gguf")).name   # doctest: +SKIP
+        'compact-NAME-Q8_0-32768-0c6f7a6d4c3ab1de.gguf'
+    """
+    return _made(lambda: _of_drafter(sidecar, main), sidecar, n_rows, counts, cache_dir, progress)
 
 
 def counts_for(main: MainFile, *, cache_dir: str | os.PathLike[str] | None = None) -> Counts:
@@ -115,17 +137,51 @@ def _counts_name(main: MainFile) -> str | None:
 
 
 @dataclass(frozen=True)
+class _Cut:
+    """How a head is cut: its `source`, all `paths` that are read, the `types` it gets, and what hashes, writes and opens it."""
+
+    source: Sidecar | MainFile
+    paths: Sequence[Path]
+    types: Types
+    content_hash: Callable[[], str]
+    write: Callable[..., None]
+    open: Callable[[Path], Any]
+
+
+def _of_head(source: Sidecar | MainFile) -> _Cut:
+    return _Cut(
+        source,
+        source.header.paths,
+        compact.narrow_types(source),
+        partial(compact.content_hash, source),
+        partial(compact.write_compact, source, narrow=True),
+        compact.open_compact,
+    )
+
+
+def _of_drafter(sidecar: Sidecar, main: MainFile) -> _Cut:
+    return _Cut(
+        sidecar,
+        (*sidecar.header.paths, *main.header.paths),
+        cut_output.narrow_types(sidecar, main),
+        partial(cut_output.content_hash, sidecar, main),
+        partial(cut_output.write_cut, sidecar, main),
+        cut_output.open_cut,
+    )
+
+
+@dataclass(frozen=True)
 class _Wanted:
     """The types and rows that a head should have; where rows follow `counts`, others with a coverage of `floor` do as well."""
 
-    types: compact.Types
+    types: Types
     rows: NDArray[np.int32]
     counts: Counts | None
     floor: float
 
-    def is_met_by(self, path: Path, source_hash: str) -> bool:
+    def is_met_by(self, path: Path, source_hash: str, cut: _Cut) -> bool:
         try:
-            found = compact.open_compact(path)
+            found = cut.open(path)
         except LlamaSidecarError:  # absent, or damaged: then it is made anew
             return False
         if (
@@ -139,8 +195,8 @@ class _Wanted:
         return compact.coverage(found.target_ids, self.counts) >= self.floor
 
 
-def _wanted(source: Sidecar | MainFile, n_rows: int, counts: Counts | None) -> _Wanted:
-    types, token_types = compact.narrow_types(source), compact.token_types(source)
+def _wanted(cut: _Cut, n_rows: int, counts: Counts | None) -> _Wanted:
+    source, types, token_types = cut.source, cut.types, compact.token_types(cut.source)
     merge_order = compact.choose_rows(source.tokens, token_types, n_rows)
     if counts is not None and counts.sum() >= MIN_COUNTED:
         best = compact.choose_rows(source.tokens, token_types, n_rows, counts)
@@ -150,23 +206,37 @@ def _wanted(source: Sidecar | MainFile, n_rows: int, counts: Counts | None) -> _
     return _Wanted(types, merge_order, None, 0.0)
 
 
-def _find_or_make(
+def _made(
+    cut_of: Callable[[], _Cut],
     source: Sidecar | MainFile,
-    n_rows: int,
+    n_rows: int | None,
     counts: Counts | None,
-    folder: CacheFolder,
-    progress: compact.Progress | None,
+    cache_dir: str | os.PathLike[str] | None,
+    progress: Progress | None,
 ) -> Path:
-    wanted = _wanted(source, n_rows, counts)
-    source_hash = _content_hash(source, folder)
-    path = folder.path("heads", _head_name(source, source_hash, wanted))
-    if not wanted.is_met_by(path, source_hash):
+    n_vocab = len(source.tokens)
+    n_kept = compact.default_n_rows(n_vocab) if n_rows is None else n_rows
+    if n_kept is None or n_kept >= n_vocab:
+        raise HeadsUnavailable(f"a vocabulary of {n_vocab:,} tokens is drafted whole")
+    try:
+        return _find_or_make(cut_of(), n_kept, counts, CacheFolder(cache_dir), progress)
+    except LlamaSidecarError as error:
+        raise HeadsUnavailable(f"there is no compact head: {error}") from error
+
+
+def _find_or_make(
+    cut: _Cut, n_rows: int, counts: Counts | None, folder: CacheFolder, progress: Progress | None
+) -> Path:
+    wanted = _wanted(cut, n_rows, counts)
+    source_hash = _content_hash(cut, folder)
+    path = folder.path("heads", _head_name(cut.source, source_hash, wanted))
+    if not wanted.is_met_by(path, source_hash, cut):
         with folder.locked("heads"):
             folder.sweep("heads")
-            if not wanted.is_met_by(path, source_hash):  # still: another process may have made it meanwhile
-                compact.write_compact(
-                    source, wanted.rows, path, narrow=True, source_hash=source_hash, progress=progress
-                )
+            if not wanted.is_met_by(
+                path, source_hash, cut
+            ):  # still: another process may have made it meanwhile
+                cut.write(wanted.rows, path, source_hash=source_hash, progress=progress)
                 folder.trim(keep=path)
     folder.touch(path)
     return path
@@ -181,16 +251,18 @@ def _head_name(source: Sidecar | MainFile, source_hash: str, wanted: _Wanted) ->
     return f"{stem}-{key}{'' if wanted.counts is None else '-learned'}.gguf"
 
 
-def _content_hash(source: Sidecar | MainFile, folder: CacheFolder) -> str:
-    """The source's content hash, remembered for as long as its files keep their sizes and times."""
-    files = [[str(path.absolute()), *_size_and_time(path)] for path in source.header.paths]
-    scheme = f"{compact.HASH_SCHEME} {source.path.absolute()}"
+def _content_hash(cut: _Cut, folder: CacheFolder) -> str:
+    """The content hash of what is cut, remembered for as long as its files keep their sizes and times."""
+    files = [[str(path.absolute()), *_size_and_time(path)] for path in cut.paths]
+    scheme = " ".join(
+        [compact.HASH_SCHEME, *(str(path.absolute()) for path in (cut.source.path, *cut.paths))]
+    )
     name = f"{hashlib.sha256(scheme.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
         memo = json.loads(folder.path("hashes", name).read_bytes())
         if isinstance(memo, dict) and memo.get("files") == files and isinstance(memo.get("hash"), str):
             return str(memo["hash"])
-    content = compact.content_hash(source)
+    content = cut.content_hash()
     with suppress(CacheError):
         folder.write("hashes", name, json.dumps({"files": files, "hash": content}).encode())
     return content

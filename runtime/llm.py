@@ -18,6 +18,7 @@ from typing import Any
 
 from llama_sidecar.sidecars import LlamaSidecarError, MainFile, Sidecar, hub, open_main, read_model
 from llama_sidecar.sidecars.compact import Compact, open_compact
+from llama_sidecar.sidecars.cut_output import CutOutput, open_cut
 from llama_sidecar.sidecars.memory import AUTO_DEPTH, DEFAULT_CHECKPOINTS, Contents, layer_cache_bytes
 
 from . import heads, kernel_choice, memory, placement, session_file
@@ -86,7 +87,7 @@ def load(
         kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.
         draft_vocab: rows of the head's vocabulary to draft with, cut from it once and kept in the user's cache folder;
-            "auto" cuts large vocabularies of MTP heads to 32,768, "full" cuts none. An eighth of them are spare, for tokens that turn up.
+            "auto" cuts large vocabularies to 32,768, "full" cuts none. Of an MTP head's an eighth are spare, for tokens that turn up.
         min_confidence: of a DSpark sidecar with a confidence head: a token that is less likely to stand ends its draft (0 to 1).
         ngram: where pace chooses the depth, also verify what followed the last time the text ended as it does now, whenever that
             is faster than drafting ("prompt look-up"); spec_type "ngram" does nothing else.
@@ -138,10 +139,10 @@ def load(
     chosen = choose_drafter(main_file, sidecar, spec_type, force)
     if not (draft_vocab in ("auto", "full") or (isinstance(draft_vocab, int) and draft_vocab > 0)):
         raise LoadError(f"draft vocabulary {draft_vocab!r} is neither 'auto', 'full' nor a number of rows")
-    if isinstance(draft_vocab, int) and chosen.speculation.kind not in (None, "mtp"):
+    if isinstance(draft_vocab, int) and not chosen.can_be_cut:
         raise LoadError(
-            f"draft vocabulary {draft_vocab}: MTP heads alone are cut to fewer rows, and what drafts here is of kind "
-            f"{chosen.speculation.kind}: leave it out"
+            f"draft vocabulary {draft_vocab}: what drafts here is of kind {chosen.speculation.kind} and has no output of all "
+            f"tokens that could be cut to fewer rows: leave it out"
         )
     if isinstance(chosen.file, Compact) and draft_vocab != "auto":
         raise LoadError(
@@ -233,6 +234,7 @@ class Model:
         self.draft_vocab_why = "all of it is drafted with"
         counts = heads.counts_for(main) if learn and self.kind else None
         compact_head = self._compact_head(sidecar, draft_vocab, counts)
+        self.n_draft_vocab = len(compact_head.target_ids) if compact_head else None  # None: all of it
         head = compact_head.path if compact_head else sidecar.path if sidecar else None
         # A head that has all tokens has nothing to learn, and one that was given is not cut anew.
         self.learns = learn and compact_head is not None and compact_head is not sidecar
@@ -280,9 +282,9 @@ class Model:
                 ours=self.kernels.ours,
                 use_mmap=settings.use_mmap,
                 use_mlock=settings.use_mlock,
-                writable=compact_head is not None,
+                writable=isinstance(compact_head, Compact),
             )
-        if compact_head is not None:
+        if isinstance(compact_head, Compact):
             source = sidecar if isinstance(sidecar, Sidecar) else main
             self.draft_vocab = make_draft_vocab(source, compact_head, self.head_weights, counts)
         self.vocab = Vocab(self.weights)
@@ -474,19 +476,24 @@ class Model:
 
     def _compact_head(
         self, sidecar: File | None, n_rows: int | str, counts: heads.Counts | None
-    ) -> Compact | None:
+    ) -> Compact | CutOutput | None:
         """The compact head to draft with, where one is given or can be had; `draft_vocab_why` says why not."""
         if isinstance(sidecar, Compact):
             return sidecar
         if n_rows == "full" or self.kind is None:
             return None
-        if self.kind != "mtp":
-            self.draft_vocab_why = f"an MTP head's alone is cut, and {self.kind} drafts here"
+        if not self._chosen.can_be_cut:
+            self.draft_vocab_why = f"nothing of this drafter of kind {self.kind} can be cut"
             return None
         try:
             n_kept = None if n_rows == "auto" else int(n_rows)
             source = sidecar if isinstance(sidecar, Sidecar) else self.main
-            head = open_compact(heads.compact_head(source, n_rows=n_kept, counts=counts))
+            head: Compact | CutOutput
+            if self._chosen.is_head:
+                head = open_compact(heads.compact_head(source, n_rows=n_kept, counts=counts))
+            else:
+                assert isinstance(source, Sidecar)
+                head = open_cut(heads.cut_drafter(source, self.main, n_rows=n_kept, counts=counts))
             if int(head.target_ids[-1]) >= len(self.main.tokens):
                 raise HeadsUnavailable("its rows reach into the padding of the sidecar's vocabulary")
             return head

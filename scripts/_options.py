@@ -583,7 +583,7 @@ def _open(main: Path | None, options: dict[str, Any]) -> Model:
         rows = " or ".join(map(str, model.widths(model.n_ctx)))
         alone = "" if model.widths(model.n_ctx)[0] == 1 else ", plain rounds too"
         note(f"exact: every decode has {rows} rows{alone}, whose logits agree to the bit here")
-    if isinstance(options.get("draft_vocab"), int) and model.kind and model.draft_vocab is None:
+    if isinstance(options.get("draft_vocab"), int) and model.kind and model.n_draft_vocab is None:
         note(f"--draft-vocab changes nothing: {model.draft_vocab_why}")
     if model.learns and not counts_for(model.main).any():
         note(

@@ -11,20 +11,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
-from gguf.constants import GGMLQuantizationType, GGUFValueType, TokenType
+from gguf.constants import GGUFValueType, TokenType
 from numpy.typing import ArrayLike, NDArray
 
 from llama_sidecar.sidecars import errors, keys, whole_file
-from llama_sidecar.sidecars.gguf_header import BLOCK_SIZES, GGUFHeader, StringArray, TensorInfo
+from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray, TensorInfo
 from llama_sidecar.sidecars.gguf_reader import read_header
 from llama_sidecar.sidecars.kind import Target
 from llama_sidecar.sidecars.kinds import KINDS
@@ -38,21 +36,24 @@ from llama_sidecar.sidecars.sidecar import (
     head_fingerprints,
     own_fingerprint,
 )
+from llama_sidecar.sidecars.tensor_rows import (
+    Progress,
+    Types,
+    as_type,
+    checked_rows,
+    narrowed_type,
+    pieces,
+    refusals,
+    value_bytes,
+    write_data,
+)
 
 N_ROWS = 32_768  # of 248,320 in merge order: 95 % of English and code; with fewer a draft step gains less than it loses
 SMALL_VOCAB = 65_536  # up to here a cut costs more acceptance than it saves time
 HASH_SCHEME = "llama-sidecar head 1"
-PIECE_BYTES = 1 << 18  # of a tensor, held in memory at a time: near the cache
-
-# The widest type of a narrow head's matrices: a draft step costs little more than reading them, and drafts are as good.
-NARROW = GGMLQuantizationType.Q4_0
-
-Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, name of a tensor)
-Types = Mapping[str, int]  # ggml's type of each tensor
 
 _ALWAYS = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)
 _STRINGS = (GGUFValueType.ARRAY, GGUFValueType.STRING)
-_U64 = struct.Struct("<Q")
 _KIND_PREFIX = re.compile("|".join(re.escape(kind.prefix) for kind in KINDS.values()), re.IGNORECASE)
 _NOT_COPIED = ("tokenizer.", "split.", "sidecar.", keys.ARCHITECTURE, keys.ALIGNMENT)
 
@@ -185,10 +186,10 @@ def content_hash(source: Sidecar | MainFile) -> str:
     head = _head(source)
     digest = hashlib.sha256(f"{HASH_SCHEME}\n".encode())
     for name in sorted(head.keys):
-        digest.update(f"{name}\0{head.key_types[name]}\0".encode() + _value_bytes(head.keys[name]))
+        digest.update(f"{name}\0{head.key_types[name]}\0".encode() + value_bytes(head.keys[name]))
     for info in (head.tensors[name] for name in sorted(head.tensors)):
         digest.update(f"{info.name}\0{int(info.type)}\0{info.shape}\0".encode())
-        for piece in _pieces(info):
+        for piece in pieces(info):
             digest.update(piece.data)
     return digest.hexdigest()
 
@@ -202,28 +203,7 @@ def narrow_types(source: Sidecar | MainFile) -> Types:
     >>> narrow_types(open_sidecar("mtp-NAME-BF16.gguf"))["token_embd.weight"]  # doctest: +SKIP
     2
     """
-    return {info.name: int(_narrowed(info)) for info in _head(source).tensors.values()}
-
-
-def _narrowed(info: TensorInfo) -> int:
-    is_matrix = len(info.shape) > 1 and info.name.endswith(".weight")
-    if not is_matrix or info.name.endswith(keys.ALWAYS_F32) or not _can_dequantise(info.type):
-        return info.type
-    wanted = GGMLQuantizationType.F16 if info.shape[0] % BLOCK_SIZES[NARROW][0] else NARROW
-    return wanted if _bits(info.type) > _bits(wanted) else info.type
-
-
-def _bits(kind: int) -> float:
-    n_elements, n_bytes = BLOCK_SIZES[int(kind)]
-    return 8 * n_bytes / n_elements
-
-
-def _can_dequantise(kind: int) -> bool:
-    try:
-        gguf.dequantize(np.zeros((1, BLOCK_SIZES[int(kind)][1]), np.uint8), GGMLQuantizationType(kind))
-    except (NotImplementedError, ValueError):
-        return False
-    return True
+    return {info.name: int(narrowed_type(info)) for info in _head(source).tensors.values()}
 
 
 def write_compact(
@@ -266,16 +246,16 @@ def writing_compact(
     """
     path = Path(path)
     head = _head(source)
-    ids = _checked_rows(rows, len(source.tokens), f"the rows for {path}")
+    ids = checked_rows(rows, len(source.tokens), f"the rows for {path}")
     types = narrow_types(source) if narrow else {info.name: int(info.type) for info in head.tensors.values()}
     cut = KINDS[_kind(source)].vocab_tensors(head)
     plan = [
-        _as_type(info, types[info.name], len(ids) if info.name in cut else None)
+        as_type(info, types[info.name], len(ids) if info.name in cut else None)
         for info in head.tensors.values()
     ]
     header = _new_header(source, head, ids, plan, source_hash or content_hash(source))
     with ExitStack() as stack:  # so that the refusals which the block meets stay what they are
-        with _refusals(path):
+        with refusals(path):
             out = stack.enter_context(whole_file.writing(path))
             part = Path(out.name)
             header.write_header_to_file(part)
@@ -283,29 +263,12 @@ def writing_compact(
             header.write_ti_data_to_file()
             header.close()
             out.seek(0, os.SEEK_END)
-            _write_data(out, head, plan, ids, progress)
+            write_data(out, head.tensors, plan, ids, progress)
             out.flush()
             open_compact(part)
         yield part
-        with _refusals(path):
+        with refusals(path):
             stack.close()
-
-
-@contextmanager
-def _refusals(path: Path) -> Iterator[None]:
-    """Turns the system's refusals into an UnwritableFile."""
-    try:
-        yield
-    except OSError as error:
-        raise errors.UnwritableFile(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _as_type(info: TensorInfo, kind: int, n_rows: int | None) -> TensorInfo:
-    """A tensor as it will be written: of another type, and cut to `n_rows` rows unless that is None."""
-    shape = info.shape if n_rows is None else (info.shape[0], n_rows)
-    n_elements, n_bytes = BLOCK_SIZES[int(kind)]
-    changed = replace(info, shape=shape, type=kind)
-    return replace(changed, n_bytes=changed.n_elements // n_elements * n_bytes)
 
 
 def open_compact(path: str | os.PathLike[str]) -> Compact:
@@ -334,7 +297,7 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
         raise errors.WrongKey(
             f"{path}: {header.key(keys.VOCAB_SIZE)} is {header.uint(keys.VOCAB_SIZE)}; {n_rows}, its number of tokens, is expected"
         )
-    ids = _checked_rows(header.keys[keys.COMPACT_TARGET_IDS], n_vocab, f"{path}: {keys.COMPACT_TARGET_IDS}")
+    ids = checked_rows(header.keys[keys.COMPACT_TARGET_IDS], n_vocab, f"{path}: {keys.COMPACT_TARGET_IDS}")
     if len(ids) != n_rows:
         raise errors.BadRows(
             f"{path}: {keys.COMPACT_TARGET_IDS} has {len(ids)} ids; {n_rows}, one a row, are expected"
@@ -356,27 +319,6 @@ def open_compact(path: str | os.PathLike[str]) -> Compact:
         trunk=fingerprint(header, keys.FINGERPRINT_TRUNK),
         rows=fingerprint(header, keys.FINGERPRINT_ROWS),
     )
-
-
-def _as_stored(info: TensorInfo, rows: NDArray[np.uint8], kind: int) -> NDArray[np.uint8]:
-    """Stored rows of a tensor in a type: as they are where it is their own."""
-    return rows if info.type == kind else _encoded(_dequantised(info, rows), kind)
-
-
-def _dequantised(info: TensorInfo, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    try:
-        values = gguf.dequantize(rows, GGMLQuantizationType(info.type))
-    except (NotImplementedError, ValueError) as error:
-        raise errors.BadTensorType(
-            f"{info.path}: {info.name} is {info.type_name}, which cannot be dequantised here"
-        ) from error
-    return np.asarray(values, np.float32).reshape(len(rows), -1)
-
-
-def _encoded(rows: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
-    """The bytes of rows in a type; numpy does it in a quarter of a second for 32,768 rows of 1,024, libggml in a tenth."""
-    with np.errstate(over="ignore"):  # a value beyond F16: a worse draft
-        return np.asarray(gguf.quantize(rows, GGMLQuantizationType(kind))).view(np.uint8)
 
 
 def _kind(source: Sidecar | MainFile) -> str:
@@ -409,15 +351,6 @@ def _is_copied(name: str, value: object) -> bool:
     if name.startswith(_NOT_COPIED) or isinstance(value, list):
         return False
     return not isinstance(value, (np.ndarray, StringArray)) or len(value) > 0
-
-
-def _checked_rows(rows: ArrayLike, n_vocab: int, what: str) -> NDArray[np.int32]:
-    ids = np.asarray(rows)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise errors.BadRows(f"{what} are not a list of token ids")
-    if ids[0] < 0 or ids[-1] >= n_vocab or (ids[1:] <= ids[:-1]).any():
-        raise errors.BadRows(f"{what} are not ascending token ids from 0 to {n_vocab - 1}")
-    return ids.astype(np.int32)
 
 
 def _new_header(
@@ -463,47 +396,3 @@ def _origin(source: Sidecar | MainFile) -> Iterator[tuple[str, str | list[str]]]
         yield keys.REQUANT_FROM, steps
     if origin := source.header.string(keys.MTP_FROM, default=""):
         yield keys.MTP_FROM, origin
-
-
-def _write_data(
-    out: BinaryIO, head: GGUFHeader, plan: list[TensorInfo], ids: NDArray[np.int32], progress: Progress | None
-) -> None:
-    total, done = sum(info.n_bytes for info in plan), 0
-    out.write(_padding(out))
-    for info in plan:
-        old = head.tensors[info.name]
-        for stored in _pieces(old, None if old.shape == info.shape else ids):
-            piece = _as_stored(old, stored, info.type)
-            out.write(piece.data)
-            done += piece.nbytes
-            if progress:
-                progress(done, total, info.name)
-        out.write(_padding(out))
-
-
-def _padding(out: BinaryIO) -> bytes:
-    return bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT)
-
-
-def _pieces(info: TensorInfo, rows: NDArray[Any] | None = None) -> Iterator[NDArray[np.uint8]]:
-    """Read a tensor, or of a matrix the given rows (ascending), in pieces `(n, row_bytes)` of about PIECE_BYTES."""
-    n_rows = info.n_elements // info.shape[0]
-    row_bytes = info.n_bytes // n_rows
-    wanted = np.arange(n_rows) if rows is None else rows
-    step = max(1, PIECE_BYTES // row_bytes)
-    start = 0
-    while start < len(wanted):
-        first = int(wanted[start])
-        stop = int(np.searchsorted(wanted, first + step))
-        n_bytes = (int(wanted[stop - 1]) + 1 - first) * row_bytes
-        data = info.read(first * row_bytes, n_bytes)
-        yield data.reshape(-1, row_bytes)[wanted[start:stop] - first]
-        start = stop
-
-
-def _value_bytes(value: object) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, StringArray):
-        return b"".join(_U64.pack(len(text)) + text for text in value.iter_raw())
-    return repr(value).encode()

@@ -50,6 +50,8 @@ class Kind:
     """One kind of sidecar. `rank` 1 is taken first; file names start with `prefix`; `llama_name` is llama.cpp's.
 
     `vocab_tensors` names the tensors with one row per token, which a compact sidecar holds some rows of; none: it cannot be cut.
+    `output_tensors` names those with one row per token that can be drafted, where a `d2t` may say which those are (cut_output.py):
+    `output.weight`, which the main model's may stand for, and what goes with it.
     `max_depth` says how many tokens its drafter can draft at once; None: any number, `has_confidence` whether it
     also says how likely each is to stand. `last_is_hidden_row` says what a layer whose
     number is the number of layers means to it: the hidden row that an MTP head would take, or the last layer's plain output.
@@ -66,6 +68,7 @@ class Kind:
     target: Callable[[GGUFHeader], Target]
     is_embedded: Callable[[GGUFHeader], bool] = _never
     vocab_tensors: Callable[[GGUFHeader], list[str]] = _cannot_cut
+    output_tensors: Callable[[GGUFHeader], list[str]] = _cannot_cut
     max_depth: Callable[[GGUFHeader], int | None] = _no_limit
     has_confidence: Callable[[GGUFHeader], bool] = _never
     last_is_hidden_row: bool = False
@@ -103,6 +106,11 @@ def n_draft_vocab(header: GGUFHeader) -> int:
     """Return how many tokens a drafter with a head of its own can draft: those in `d2t`, or all of its vocabulary."""
     d2t = header.tensors.get(keys.D2T)
     return d2t.n_elements if d2t else len(header.strings(keys.TOKENS))
+
+
+def output_tensors(header: GGUFHeader, *more: str) -> list[str]:
+    """Return the output of a drafter that drafts all of its vocabulary and what goes with it; none where a `d2t` has cut it."""
+    return [] if keys.D2T in header.tensors else [keys.OUTPUT, *more]
 
 
 def check_own_vocabulary(header: GGUFHeader) -> None:

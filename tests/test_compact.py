@@ -28,6 +28,7 @@ from llama_sidecar.sidecars import (
     open_main,
     open_sidecar,
     read_header,
+    tensor_rows,
 )
 from llama_sidecar.sidecars.discover import survey
 
@@ -175,7 +176,7 @@ def test_a_narrow_head_holds_no_matrix_wider_than_four_bits(
 def test_what_a_narrow_head_leaves_as_it_is(
     name: str, shape: tuple[int, ...], type: int, narrowed: int
 ) -> None:
-    assert compact._narrowed(gguf_header.TensorInfo(name, shape, type, 0, 0, Path("x"))) == narrowed
+    assert tensor_rows.narrowed_type(gguf_header.TensorInfo(name, shape, type, 0, 0, Path("x"))) == narrowed
 
 
 def test_a_vocabulary_s_size_that_the_source_declares_is_replaced(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from llama_sidecar.sidecars.kind import (
     check_tensors,
     n_blocks,
     n_draft_vocab,
+    output_tensors,
     target_layers,
 )
 
@@ -108,6 +109,7 @@ KIND = Kind(
     is_sidecar=is_sidecar,
     check=check,
     target=target,
+    output_tensors=output_tensors,
     max_depth=max_depth,
     in_one_pass=True,
 )

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from llama_sidecar.sidecars import keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
-from llama_sidecar.sidecars.kind import Kind, check_tensors, n_draft_vocab
+from llama_sidecar.sidecars.kind import Kind, check_tensors, n_draft_vocab, output_tensors
 from llama_sidecar.sidecars.kinds import dflash
 
-CONF_PROJ = "conf_proj.weight"
+CONF_PROJ, MARKOV_W2 = "conf_proj.weight", "markov_w2.weight"
+N_STREAMS = "hyper_connection.count"  # of DeepSeek-V4's stages
 
 
 def is_sidecar(header: GGUFHeader) -> bool:
@@ -38,9 +39,14 @@ def check(header: GGUFHeader) -> None:
     rank = header.tensors[dflash.MARKOV_W1].shape[0]
     check_tensors(
         header,
-        {dflash.MARKOV_W1: (rank, n_vocab), "markov_w2.weight": (rank, n_draft_vocab(header))},
+        {dflash.MARKOV_W1: (rank, n_vocab), MARKOV_W2: (rank, n_draft_vocab(header))},
         {CONF_PROJ: (width + rank, 1), "conf_proj.bias": (1,)},
     )
+
+
+def cut_tensors(header: GGUFHeader) -> list[str]:
+    """Return the output and the Markov head's; none of a drafter with DeepSeek-V4's stages, where llama.cpp reads no `d2t`."""
+    return [] if header.key(N_STREAMS) in header.keys else output_tensors(header, MARKOV_W2)
 
 
 KIND = Kind(
@@ -52,6 +58,7 @@ KIND = Kind(
     is_sidecar=is_sidecar,
     check=check,
     target=dflash.target,
+    output_tensors=cut_tensors,
     max_depth=max_depth,
     in_one_pass=True,
     has_confidence=has_confidence,

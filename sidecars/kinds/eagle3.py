@@ -16,6 +16,7 @@ from llama_sidecar.sidecars.kind import (
     check_tensors,
     n_blocks,
     n_draft_vocab,
+    output_tensors,
     target_layers,
 )
 
@@ -78,5 +79,6 @@ KIND = Kind(
     is_sidecar=is_sidecar,
     check=check,
     target=target,
+    output_tensors=output_tensors,
     last_is_hidden_row=True,
 )
