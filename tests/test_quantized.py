@@ -373,6 +373,18 @@ def test_awq_layers_that_do_not_fit(
         open_checkpoint(folder(tmp_path / "c", kept, quantization | settings))
 
 
+def test_parts_without_values_are_refused(tmp_path: Path) -> None:
+    """Found by scripts/dev/fuzz/readers.py."""
+    parts = {
+        "qweight": np.zeros((0, 1), np.int32),
+        "qzeros": np.zeros((2, 1), np.int32),
+        "scales": np.zeros((2, 8), np.float16),
+    }
+    tensors = {MATRIX.removesuffix("weight") + part: value for part, value in parts.items()}
+    with pytest.raises(BadShard, match=r"qweight: a part of a quantized weight has no values"):
+        open_checkpoint(folder(tmp_path / "c", tensors, METHODS["awq"][1]))
+
+
 def test_joined_projections_in_fp8_are_refused(tmp_path: Path) -> None:
     """MiMo-V2.5's lie device by device: read as they stand, their rows would be others'."""
     quantized, _ = make_quantized(tmp_path, "fp8-block", "mimo2", "joined")

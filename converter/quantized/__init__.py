@@ -13,6 +13,7 @@ read when its rows are asked for. This package knows no family and no GGUF name.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,10 @@ from functools import cache
 from typing import Protocol, cast
 
 from llama_sidecar.converter.config import Config
-from llama_sidecar.converter.errors import MissingShard, UnsupportedModel
+from llama_sidecar.converter.errors import BadShard, MissingShard, UnsupportedModel
 from llama_sidecar.converter.quantized._joined import Joined, Settings
 from llama_sidecar.converter.shards import Stored, Tensor
+from llama_sidecar.sidecars.errors import listed
 
 # What belongs to activations and to the KV cache, which a GGUF stores in types of its own.
 NOT_WEIGHTS = re.compile(
@@ -62,6 +64,11 @@ def join_quantized(stored: Mapping[str, Stored], config: Config) -> dict[str, Te
     if not joined and settings.method is None:
         return dict(stored)
     used = {part for found in joined for part in found.parts}
+    empty = sorted(part for part in used if not math.prod(stored[part].shape))
+    if empty:
+        raise BadShard(
+            f"{listed(empty)}: a part of a quantized weight has no values; expected every size above 0"
+        )
     weights: dict[str, Tensor] = {
         name: tensor for name, tensor in stored.items() if name not in used and not NOT_WEIGHTS.search(name)
     }

@@ -40,7 +40,8 @@ class Factor:
     def values(self) -> F32:
         """(n_matrices,) or (1,)."""
         found = self.stored.rows(0, self.stored.n_rows).reshape(-1)
-        inverse: F32 = np.float32(1) / found
+        with np.errstate(divide="ignore"):  # what comes of a 0 is refused where it is quantised
+            inverse: F32 = np.float32(1) / found
         return inverse if self.is_inverse else found
 
 
@@ -68,7 +69,8 @@ class Fp4(Tensor):
         if self.factor is not None:
             factors = self.factor.values()
             matrix = np.arange(start, stop) // self.shape[-2]
-            values *= factors[matrix if len(factors) > 1 else matrix * 0].reshape(-1, 1, 1)
+            with np.errstate(invalid="ignore"):
+                values *= factors[matrix if len(factors) > 1 else matrix * 0].reshape(-1, 1, 1)
         return values.reshape(stop - start, self.n_cols)
 
     def _scales(self, start: int, stop: int) -> F32:

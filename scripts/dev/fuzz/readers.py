@@ -9,9 +9,11 @@ of any format.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -130,6 +132,10 @@ def on_disk(data: bytes, name: str, more: int = 0) -> Path:
         if more:
             file.truncate(len(data) + more)
     return path
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(dir=_folder))
 
 
 def run_gguf(data: bytes) -> None:
@@ -345,13 +351,75 @@ def tokenizer_seeds() -> list[bytes]:
 
     seeds = []
     for arch, variant in (("qwen35", "tied"), ("gemma4", "dense")):
-        folder = make_checkpoint(_folder, arch, variant)
+        folder = make_checkpoint(_new_folder(), arch, variant)
         names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
         files = {name: json.loads((folder / name).read_text("utf-8")) for name in names}
         vocabulary = files["tokenizer.json"]["model"]["vocab"]
         files["tokenizer.json"]["model"]["vocab"] = {t: i for t, i in vocabulary.items() if i < 24}
         config = {"architectures": ["X"], "vocab_size": 32, "eos_token_id": [3, 5]}
         seeds.append(json.dumps({"config": config, **files}).encode())
+    return seeds
+
+
+# Weights of quantised checkpoints: what the tensors' names, types and shapes and config.json say, over data of one byte
+
+
+def run_weights(data: bytes) -> None:
+    from llama_sidecar.converter.checkpoint import read_object
+    from llama_sidecar.converter.config import Config
+    from llama_sidecar.converter.quantized import join_quantized
+    from llama_sidecar.converter.shards import ITEM_BYTES, Stored
+
+    def use() -> None:
+        files = read_object(on_disk(data, "weights.json"))
+        fill = files["fill"] % 256 if type(files.get("fill")) is int else 0
+
+        def read_into(_offset: int, buffer: Any) -> None:
+            buffer[:] = fill
+
+        stored = {}
+        tensors = files.get("tensors")
+        for name, entry in tensors.items() if isinstance(tensors, dict) else ():
+            with contextlib.suppress(
+                TypeError, ValueError, KeyError
+            ):  # what no safetensors header gets through with
+                dtype, shape = entry
+                if all(type(n) is int and n >= 0 for n in shape) and _product(shape) <= 1 << 20:
+                    stored[name] = Stored(name, str(dtype), tuple(shape), "x", read_into)
+                    ITEM_BYTES[stored[name].dtype]
+        stored = {name: tensor for name, tensor in stored.items() if tensor.dtype in ITEM_BYTES}
+        config = files.get("config")
+        weights = join_quantized(stored, Config(config if isinstance(config, dict) else {}))
+        for weight in weights.values():
+            expected(weight.check_type)
+            if weight.n_rows > 0 and weight.n_cols <= 1 << 16:
+                expected(lambda w=weight: w.rows(w.n_rows - 1, w.n_rows))
+                expected(lambda w=weight: w.raw_rows(0, 1))
+
+    expected(use)
+
+
+def _product(shape: list[int]) -> int:
+    return math.prod(shape) if len(shape) <= 8 else 1 << 30
+
+
+def weights_seeds() -> list[bytes]:
+    from quantized import METHODS, make_quantized
+
+    seeds = []
+    for method in METHODS:
+        folder, _ = make_quantized(_new_folder(), method)
+        (shard,) = folder.glob("*.safetensors")
+        data = shard.read_bytes()
+        header = json.loads(data[8 : 8 + struct.unpack_from("<Q", data)[0]])
+        tensors = {
+            name: [one["dtype"], one["shape"]] for name, one in header.items() if name != "__metadata__"
+        }
+        first = {name: one for name, one in tensors.items() if "layers.0.mlp" in name or "norm" in name}
+        config = {
+            "quantization_config": json.loads((folder / "config.json").read_text())["quantization_config"]
+        }
+        seeds.append(json.dumps({"config": config, "tensors": first, "fill": 1}).encode())
     return seeds
 
 
@@ -386,6 +454,156 @@ def mutate_session(data: bytes, rng: random.Random) -> bytes:
         return _put_number(data, rng, [22, 26])
     text = json.dumps(changed_tree(head, rng)).encode("utf-8", "replace")
     return struct.pack("<22sIQ", magic, version, len(text)) + text + rest
+
+
+# Saved conversations
+
+
+def run_conversation(data: bytes) -> None:
+    from llama_sidecar.runtime.conversation_file import read
+
+    expected(lambda: read(on_disk(data, "x.json")))
+
+
+def conversation_seeds() -> list[bytes]:
+    from llama_sidecar.runtime.conversation_file import SavedConversation, write
+
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"},
+    ]
+    path = _folder / "talk.json"
+    seeds = []
+    for messages in ([], talk, [{"role": "system", "content": "Be brief"}, *talk]):
+        saved = SavedConversation("m", "0" * 64, messages, ("Yes", [1, 2]) if messages else None, path)
+        write(path, saved)
+        seeds.append(path.read_bytes())
+    return seeds
+
+
+# What a client sends to the server, and what a model then answers, with calls of functions in it
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<assistant>{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+class _Vocabulary:
+    """As much of a model's as reading a request asks for: bytes are tokens."""
+
+    chat_template, n_tokens = TEMPLATE, 256
+
+    def __init__(self) -> None:
+        from llama_sidecar.runtime.chat_template import ChatTemplate
+
+        self.render_chat = ChatTemplate(TEMPLATE).render
+
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def text_of(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    def control_tokens(self, texts: Any) -> list[int]:
+        return [len(text) for text in texts]
+
+
+@functools.cache
+def _vocabulary() -> Any:
+    return _Vocabulary()
+
+
+def run_request(data: bytes) -> None:
+    from llama_sidecar.runtime.sampling import Sampling
+    from llama_sidecar.runtime.server import app, requests
+
+    try:
+        files = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    files = files if isinstance(files, dict) else {}
+    body, answer = files.get("body"), files.get("answer")
+
+    def use() -> None:
+        app._check_depth(body)
+        read = requests.read_text if isinstance(body, dict) and "prompt" in body else requests.read_chat
+        try:
+            request = read(body, _vocabulary(), client="", n_ctx=512)
+            settings = {name: request.options[name] for name in requests.SAMPLING if name in request.options}
+            Sampling().with_options(**settings)
+        except LlamaSidecarError as error:
+            told = app._as_request_error(error)
+            assert told.status < 500, told
+            json.dumps(told.body(), ensure_ascii=False).encode()
+            raise
+        if request.splitter is None or not isinstance(answer, str):
+            return
+        splitter, parts = request.splitter(), []
+        for i in range(0, len(answer), 7):
+            parts += splitter.push(answer[i : i + 7])
+        parts += splitter.finish()
+        whole = request.splitter()
+        assert _joined(parts) == _joined([*whole.push(answer), *whole.finish()]), (
+            "pieces decide what an answer is"
+        )
+
+    expected(use)
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    """Parts of one answer, with neighbours of the same sort in one."""
+    found: list[Any] = []
+    for kind, what in parts:
+        if kind != "call" and found and found[-1][0] == kind:
+            found[-1] = (kind, found[-1][1] + what)
+        else:
+            found.append((kind, what if isinstance(what, str) else (what.name, what.arguments)))
+    return found
+
+
+def request_seeds() -> list[bytes]:
+    function = {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    }
+    tools = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "x"}'}}
+    talk = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+    ]
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 1,
+        "stop": ["x"],
+        "logit_bias": {"7": -1},
+    }
+    answer = '<think>Hm</think>Yes <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    bodies = [
+        {"messages": talk, **tools, "max_tokens": 9},
+        {"messages": talk[:2], **tools, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"messages": talk[1:2], "response_format": schema, **sampling, "stream": True, "stream_options": {"include_usage": True}},
+        {"messages": talk[1:2], "logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"enable_thinking": True}},
+        {"prompt": "def f", "max_tokens": 3, "echo": True, "grammar": 'root ::= "a"', **sampling},
+        {"prompt": [1, 2, 3], "logprobs": 1, "lens": True, "user": "x", "model": "m", "n": 1},
+    ]  # fmt: skip
+    answers = [answer, "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", '{"name": "f", "arguments": {}}',
+               "<tool_call><function=f><parameter=a>\n1\n</parameter></function></tool_call> and", "a <tool_ca", ""]  # fmt: skip
+    return [
+        json.dumps({"body": body, "answer": text}).encode()
+        for body, text in zip(bodies, answers, strict=True)
+    ]
 
 
 # Importance matrices, in the older format, and grammars
@@ -437,6 +655,12 @@ TARGETS: dict[str, Target] = {
     "config": Target(run_config, config_seeds, mutate_json, ("converter.config", "converter.families.*")),
     "tokenizer": Target(run_tokenizer, tokenizer_seeds, mutate_json, ("converter.tokenizer",)),
     "session": Target(run_session, session_seeds, mutate_session, ("runtime.session_file",)),
+    "weights": Target(run_weights, weights_seeds, mutate_json, ("converter.quantized", "converter.quantized.*")),
+    "conversation": Target(run_conversation, conversation_seeds, mutate_json, ("runtime.conversation_file",)),
+    "request": Target(
+        run_request, request_seeds, mutate_json,
+        tuple(f"runtime.server.{n}" for n in ("requests", "fields", "messages", "tools", "spellings", "splitter")),
+    ),
     "imatrix": Target(run_imatrix, imatrix_seeds, mutate_imatrix, ("converter.imatrix",)),
     "grammar": Target(run_grammar, grammar_seeds, mutate_json, ("runtime.grammar",)),
 }  # fmt: skip
