@@ -78,10 +78,12 @@ class Conversation:
     @property
     def n_tokens(self) -> int:
         """Tokens of the context that it has taken so far, the last answer included; 0 before the first."""
-        running = self._running
+        running, n = self._running, 0
         if running is not None:
-            return len(running.tokens) + len(running.generation.tokens)
-        return self._exchanges[-1].n_tokens if self._exchanges else 0
+            n = len(running.tokens) + len(running.generation.tokens)
+        elif self._exchanges:
+            n = self._exchanges[-1].n_tokens
+        return min(n, self.session.n_ctx)  # a text's last token has no place there yet
 
     @property
     def thinks(self) -> bool:

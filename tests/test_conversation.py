@@ -291,3 +291,13 @@ def test_a_name_that_cannot_be_written_leaves_no_state_behind(model: Model, tmp_
             with pytest.raises(ConversationFileError, match="cannot be written"):
                 talk.save(path, with_state=True)
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_a_conversation_takes_no_more_than_the_context(model: Model) -> None:
+    with model.session() as session:
+        talk = Conversation(session)
+        answer = talk.ask("One", **{**ASKED, "max_tokens": session.n_ctx})
+        answer.read()
+        assert answer.finish_reason == "length"
+        assert answer.stats.n_prompt + len(answer.tokens) == session.n_ctx + 1, "the last one is not decoded"
+        assert talk.n_tokens == session.n_ctx and len(talk.messages) == 2 and talk.n_tokens == session.n_ctx
