@@ -107,6 +107,8 @@ class Vocab:
         **variables: Any,
     ) -> str:
         """The conversation as the file's chat template writes it; arguments and errors as of `chat_tokens`."""
+        for message in messages:
+            _check_text_alone(message.get("content"))
         template = self._template
         if template is None:
             raise PromptError("the file has no chat template: use `run`, which completes text as it stands")
@@ -145,6 +147,15 @@ class Vocab:
             return ""
         text = self._lib.llama_vocab_get_text(self.pointer, token)
         return str(text.decode("utf-8", "replace")) if text else ""
+
+
+def _check_text_alone(content: Any) -> None:
+    """Templates of models that see write a place for an image, which would stay empty."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind != "text":
+            raise PromptError(f"a message has a part of type {kind!r}: text alone can be read; leave it out")
 
 
 def _piece(weights: Weights, address: int, token: int) -> bytes:

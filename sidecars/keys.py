@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 ARCHITECTURE = "general.architecture"
+TYPE = "general.type"
 NAME = "general.name"
 SIZE_LABEL = "general.size_label"
 FILE_TYPE = "general.file_type"

@@ -70,6 +70,14 @@ class Sidecar:
     rows: str | None
 
 
+# general.type of files that lie beside models.
+_OTHER_FILES = {
+    "mmproj": "a projector of images or sounds (mmproj)",
+    "adapter": "a LoRA adapter",
+    "imatrix": "an importance matrix",
+}
+
+
 def identify(header: GGUFHeader) -> Identity:
     """Say what a file is from its header alone, by the rules llama.cpp's loader and drafters use.
 
@@ -83,6 +91,11 @@ def identify(header: GGUFHeader) -> Identity:
         raise errors.CompactGiven(
             f"{header.path}: this is a compact sidecar, which has its own token ids and serves --sidecar alone; "
             f"give the sidecar or main model that it was cut from"
+        )
+    other = _OTHER_FILES.get(str(header.keys.get(keys.TYPE)))
+    if other is not None:
+        raise errors.NotAModel(
+            f"{header.path}: this is {other}, which cannot be used here; give a model's own GGUF"
         )
     for kind in KINDS.values():
         if kind.is_sidecar(header):

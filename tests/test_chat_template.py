@@ -47,6 +47,16 @@ def test_reasoning_has_the_name_that_the_template_knows() -> None:
     assert ChatTemplate("{{ messages[0].thinking }}").render([call]) == ""
 
 
+def test_an_image_is_refused_and_not_left_out(model: Model) -> None:
+    """Case 27: a template of a model that sees writes a place for it, which nothing would fill."""
+    text = {"type": "text", "text": "What is this?"}
+    for kind in ("image_url", "image", "input_audio", "video", "file"):
+        with pytest.raises(PromptError, match=f"'{kind}': text alone"):
+            model.chat([*HELLO, {"role": "user", "content": [text, {"type": kind}]}])
+    assert "What is this?" in model.vocab.render_chat([{"role": "user", "content": [text, "and"]}])
+    assert model.chat(HELLO, max_tokens=2).read() is not None, "the session goes on"
+
+
 def test_it_is_compiled_once(model: Model) -> None:
     assert model.vocab.chat_template == TEMPLATE
     model.vocab.render_chat(HELLO)

@@ -75,6 +75,16 @@ def test_a_head_that_was_lost_in_conversion_is_said(tmp_path: Path) -> None:
         open_sidecar(path)
 
 
+@pytest.mark.parametrize(
+    ("type", "words"), [("mmproj", "(mmproj)"), ("adapter", "LoRA"), ("imatrix", "matrix")]
+)
+def test_what_lies_beside_models_is_called_by_its_name(tmp_path: Path, type: str, words: str) -> None:
+    path = tiny_gguf.write(tmp_path / "x.gguf", "clip", {"general.type": type}, {"x": floats(4, 4)})
+    for opened in (open_main, open_sidecar):
+        with pytest.raises(errors.NotAModel, match=re.escape(words)):
+            opened(path)
+
+
 def test_kinds_are_ordered_and_named_as_llama_cpp_names_them() -> None:
     assert list(KINDS) == ["mtp", "dspark", "dflash", "eagle3"]
     for name, kind in KINDS.items():
