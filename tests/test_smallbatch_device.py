@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,17 @@ def test_a_type_that_is_not_wanted_is_not_placed(file_of: Any) -> None:
     assert (logits(stock, [1]) == logits(other, [1])).all()
     stock.close()
     other.close()
+
+
+def test_what_another_thread_loads_meanwhile_is_not_placed(file_of: Any) -> None:
+    path = file_of("Q8_0")
+    with kernels.placing(), ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(open_weights, path, []).result()
+    ours, stock = open_weights(path), open_weights(path, [])
+    found, wanted = logits(beside, [1]), logits(stock, [1])
+    assert (found == wanted).all() and not (found == logits(ours, [1])).all()
+    for weights in (beside, ours, stock):
+        weights.close()
 
 
 def test_plain_and_speculative_text_are_equal(pair_of: Any) -> None:
