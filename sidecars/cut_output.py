@@ -149,14 +149,14 @@ def _sources(sidecar: Sidecar, main: MainFile) -> tuple[dict[str, TensorInfo], S
         raise errors.CannotCut(
             f"{sidecar.path}: the output of this {sidecar.kind} cannot be cut (any further)"
         )
-    if keys.OUTPUT not in tensors:
-        lent = sidecar.header if keys.TOKEN_EMBD in tensors else main.header
-        found = lent.tensors.get(keys.OUTPUT, lent.tensors[keys.TOKEN_EMBD])
-        tensors[keys.OUTPUT] = replace(found, name=keys.OUTPUT)
-        if lent is main.header and _OUTPUT_SCALE in lent.tensors:
-            raise errors.CannotCut(
-                f"{main.path}: {_OUTPUT_SCALE} goes with the output, and {sidecar.path} has no place for it"
-            )
+    is_lent = sidecar.target.n_vocab is not None
+    lender = main.header if is_lent else sidecar.header
+    output = lender.tensors.get(keys.OUTPUT) or lender.tensors[keys.TOKEN_EMBD]
+    tensors[keys.OUTPUT] = replace(output, name=keys.OUTPUT)
+    if is_lent and _OUTPUT_SCALE in lender.tensors:
+        raise errors.CannotCut(
+            f"{main.path}: {_OUTPUT_SCALE} goes with the output, and {sidecar.path} has no place for it"
+        )
     if {tensors[name].shape[1] for name in cut} != {len(sidecar.tokens)}:
         raise errors.CannotCut(
             f"{sidecar.path}: {' and '.join(cut)} have not the {len(sidecar.tokens)} rows of its vocabulary"

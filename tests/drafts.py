@@ -137,7 +137,7 @@ def write_eagle3(
     *,
     layers: tuple[int, ...] = (1, 2, 3),
     type: T = T.Q8_0,
-    own: bool = False,
+    own: bool | str = False,
     n_rows: int | None = None,
     norm_before_fc: bool = False,
     norm_before_residual: bool = False,
@@ -147,7 +147,7 @@ def write_eagle3(
     n_padding: int = 0,
     seed: int = 1,
 ) -> Path:
-    """`eagle3-main.gguf`; `own` embeddings and output, the latter with `n_rows` rows of spread tokens if given."""
+    """`eagle3-main.gguf`; `own` embeddings and output ("embeddings": these alone), the latter with `n_rows` rows of spread tokens if given."""
     random = Random(seed, scale)
     tensors = {"fc.weight": random.matrix(N_EMBD, 3 * N_EMBD) if fc is None else fc}
     tensors["output_norm.weight"] = random.norm()
@@ -157,6 +157,7 @@ def write_eagle3(
     tensors["blk.0.attn_norm_2.weight"] = random.norm()
     if own:
         tensors["token_embd.weight"] = Random(seed).matrix(N_VOCAB, N_EMBD)
+    if own is True:
         tensors["output.weight"] = Random(seed + 1).matrix(n_rows or N_VOCAB, N_EMBD)
     if n_rows:
         tensors["d2t"] = np.arange(n_rows, dtype=np.int64) * 2 + 1 if d2t is None else d2t
@@ -176,7 +177,7 @@ def write_dflash(
     n_blocks: int = 2,
     block_size: int = 6,
     type: T = T.Q8_0,
-    own: bool = False,
+    own: bool | str = False,
     n_rows: int | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -234,6 +235,7 @@ def write_dflash(
         keys["rope.dimension_sections"] = [HEAD_DIM // 2, 0, 0, 0]
     if own:
         tensors["token_embd.weight"] = Random(seed).matrix(N_VOCAB, N_EMBD)
+    if own is True:
         tensors["output.weight"] = Random(seed + 1).matrix(n_rows or N_VOCAB, N_EMBD)
     if n_rows:
         tensors["d2t"] = np.arange(n_rows, dtype=np.int64) * 2 + 1

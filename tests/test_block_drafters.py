@@ -19,6 +19,7 @@ N = 32
 FORMS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash with a vocabulary of its own": {"own": True},
+    "dflash with embeddings of its own": {"own": "embeddings"},
     "dflash with some tokens": {"own": True, "n_rows": 100},
     "dflash, causal": {"causal": True},
     "dflash with a sliding window": {"window": 8},

@@ -24,7 +24,9 @@ Q4 = drafts.T.Q4_0
 FORMS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3 with a vocabulary of its own": {"own": True},
+    "eagle3 with embeddings of its own": {"own": "embeddings"},
     "dflash": {},
+    "dflash with embeddings of its own": {"own": "embeddings"},
     "dflash with a vocabulary of its own": {"own": True},
     "dflash2": {"selector": True},
     "dspark": {"markov": True},
@@ -48,6 +50,13 @@ def tensor(path: Path, name: str) -> np.ndarray:
     return next(t.data for t in gguf.GGUFReader(path).tensors if t.name == name)
 
 
+def lender(form: str, main: Path, sidecar: Path) -> tuple[Path, str]:
+    """The file and the tensor that stand in for an output: DFlash's own embeddings do, EAGLE3's do not."""
+    if form == "dflash with embeddings of its own":
+        return sidecar, keys.TOKEN_EMBD
+    return main, keys.OUTPUT
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_its_rows_are_those_of_its_source_and_all_else_is_as_it_was(
     form: str, main: Path, tmp_path: Path
@@ -60,9 +69,11 @@ def test_its_rows_are_those_of_its_source_and_all_else_is_as_it_was(
     assert cut.types == narrow_types(sidecar, open_main(main))
     of_rows = KINDS[sidecar.kind].output_tensors(sidecar.header)
     for name in cut.header.tensors:
-        lent = main if name == keys.OUTPUT and name not in sidecar.header.tensors else sidecar.path
+        source, given = sidecar.path, name
+        if name == keys.OUTPUT and name not in sidecar.header.tensors:
+            source, given = lender(form, main, sidecar.path)
         if name != keys.D2T:
-            expected = tensor(lent, name)
+            expected = tensor(source, given)
             found = tensor(cut.path, name)
             assert np.array_equal(found, expected[ROWS] if name in of_rows else expected), name
     assert cut.header.keys.keys() - sidecar.header.keys.keys() == {keys.COMPACT_SOURCE}
@@ -128,6 +139,15 @@ def test_a_large_vocabulary_is_cut_by_itself_and_made_once(
     assert learned.name.endswith("-learned.gguf") and 250 in open_cut(learned).target_ids
     other = drafts.write_target(tmp_path / "other", "qwen3", Q4, seed=1)  # whose output is another
     assert heads.cut_drafter(open_sidecar(sidecar), open_main(other)) != made
+
+
+@pytest.mark.parametrize("markov", [False, True])
+def test_rows_alone_become_narrower(markov: bool, main: Path, tmp_path: Path) -> None:
+    sidecar = open_sidecar(drafts.write_dflash(tmp_path, markov=markov, own=True, type=drafts.T.Q8_0))
+    types = {name: drafts.T(kind).name for name, kind in narrow_types(sidecar, open_main(main)).items()}
+    cut = {keys.OUTPUT, *(["markov_w2.weight"] if markov else [])}
+    assert {name for name, kind in types.items() if kind == "Q4_0"} == cut
+    assert types[keys.FC] == types[keys.TOKEN_EMBD] == "Q8_0" and types[keys.D2T] == "I64"
 
 
 def test_what_cannot_be_cut(main: Path, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_native_loop_reference_loop_and_plain_agree_in_tokens_and_in_every_draft
     [
         {"own": True},
         {"own": True, "n_rows": 100},
+        {"own": "embeddings"},
         {"norm_before_fc": True},
         {"norm_before_residual": True},
         {"layers": (0, 0, 3)},

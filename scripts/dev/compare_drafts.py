@@ -170,7 +170,7 @@ def ask(
             with contextlib.suppress(
                 urllib.error.HTTPError
             ):  # tiny models write bytes that are no text; the log has them
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/completion", body, timeout=60).read()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/completion", body, timeout=600).read()
         finally:
             process.terminate()
             process.wait()
@@ -179,7 +179,7 @@ def ask(
     return [int(token) for token in TOKEN.findall(lines)], logged_drafts(lines)
 
 
-def wait_for(port: int, process: subprocess.Popen[bytes], timeout_s: float = 60) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes], timeout_s: float = 600) -> None:
     """Until the server answers; exits where it has ended."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and process.poll() is None:
