@@ -11,9 +11,10 @@ import models
 import pytest
 from served import HELLO, served
 
-from llama_sidecar.runtime import Model, PromptError, load
+from llama_sidecar.runtime import Model, PromptError, harmony, load
 from llama_sidecar.runtime.conversation import Conversation
 from llama_sidecar.runtime.server.answers import ChatAnswer
+from llama_sidecar.runtime.server.errors import RequestError
 from llama_sidecar.runtime.server.requests import read_chat
 
 CONTROL = {1: "<think>", 2: "</think>", 3: "[TOOL_CALLS]", 4: "<|other|>"}
@@ -83,6 +84,50 @@ def test_an_answer_s_calls_are_found(model: Model) -> None:
     assert choice["message"]["content"] == "Well. " and choice["finish_reason"] == "tool_calls"
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+def test_messages_of_gpt_oss_are_cut_in_a_conversation_and_in_a_request(tmp_path: Path) -> None:
+    control = dict(enumerate(harmony.TOKENS, start=1))
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}{# <|channel|>analysis<|message|> #}<|start|>assistant"
+    )
+    ids = {text.strip("<|>"): f"<[{i}]>" for i, text in control.items()}
+    thought = f'{ids["channel"]} "analysis" {ids["message"]} "Hm" {ids["end"]}'
+    said = f'{ids["start"]} "assistant" {ids["channel"]} "final" {ids["message"]} "Yes"'
+    called = f'{ids["start"]} "assistant to=functions.add" {ids["channel"]} "commentary json" {ids["message"]} "{{}}"'
+    pair = models.write_pair(tmp_path, template=template, control=control)
+    with load(pair.main, ctx=512, depth=2, threads=1) as model, model.session() as session:
+        talk = Conversation(session)
+        for _ in range(2):
+            talk.ask("Why?", grammar=f"root ::= {thought} {said}", temperature=0).read()
+        answer = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+        assert talk.messages[1] == talk.messages[3] == answer and talk.thinks
+        request = read_chat({"messages": HELLO, "tools": [ADD]}, model.vocab, client="", n_ctx=512)
+        options = {**request.options, "grammar": f"root ::= {thought} {called}", "temperature": 0}
+        generation = session.generate(request.tokens, **options)
+        generation.read()
+        choice = ChatAnswer(request, model.vocab, "m").whole(generation, [])["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "Hm"
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+        schema = {"messages": HELLO, "json_schema": {"type": "object"}, "max_tokens": 4}
+        bound = read_chat(schema, model.vocab, client="", n_ctx=512)
+        assert bound.tokens[-7:] == [2, *model.vocab.tokenize("final", add_special=False), 4]
+
+
+def test_an_effort_is_the_template_s_variable(tmp_path: Path) -> None:
+    template = "{{ reasoning_effort | default('medium') }}"
+    with load(models.write_pair(tmp_path, template=template).main, ctx=256, depth=2, threads=1) as model:
+
+        def prompt(**fields: Any) -> str:
+            request = read_chat({"messages": HELLO, **fields}, model.vocab, client="", n_ctx=256)
+            return model.vocab.text_of(request.tokens)
+
+        assert prompt(reasoning_effort="high") == "high" and prompt() == "medium"
+        kwargs = {"reasoning_effort": "low"}
+        assert prompt(chat_template_kwargs=kwargs, reasoning_effort="high") == "low"
+        with pytest.raises(RequestError, match="reasoning_effort is 1: a text"):
+            prompt(reasoning_effort=1)
 
 
 def test_the_server_keeps_reasoning_apart(main: Path) -> None:

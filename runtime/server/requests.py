@@ -28,6 +28,7 @@ SAMPLING = tuple(
 )
 # Of no consequence for an answer: whose it is, how it is kept, what it costs.
 HARMLESS = ("metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prediction")
+EFFORT = "reasoning_effort"  # a variable of the chat template where that has one (gpt-oss)
 _ONE = "a request has one answer here; send it again for another"
 _TEXT_ALONE = "the model reads and writes text alone"
 # Field: values that change nothing, and why any other is refused.
@@ -40,7 +41,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _TEXT_ALONE),
     "functions": (([],), "give tools"),
     "function_call": (("none", "auto"), "give tool_choice"),
-    "reasoning_effort": ((), "give what the chat template knows in chat_template_kwargs"),
+    EFFORT: ((), "this model's chat template knows none; give what it knows in chat_template_kwargs"),
     "verbosity": (("medium",), "tell the model in a message"),
     "web_search_options": ((), "there is no search"),
 }
@@ -106,12 +107,13 @@ def read_chat(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
         >>> read_chat({"messages": [{"role": "user", "content": "Hi"}]}, vocab, client="", n_ctx=512)   # doctest: +SKIP
     """
     fields = Fields(body)
+    template = vocab.chat_template or ""
+    efforts = {EFFORT: fields.take(EFFORT, str)} if EFFORT in template else {}
     common = _read_common(fields, client)
     options = common.pop("options")
     options["max_tokens"] = _max_tokens(fields, "max_completion_tokens", "max_tokens") or n_ctx
     options["logprobs"] = _chat_logprobs(fields)
     messages = read_messages(fields.need("messages", list))
-    template = vocab.chat_template or ""
     tools = read_tools(fields, template)
     _bind(options, fields, tools)
     variables = fields.take("chat_template_kwargs", dict, default={})
@@ -119,6 +121,7 @@ def read_chat(body: Any, vocab: Vocab, *, client: str, n_ctx: int) -> Request:
         raise RequestError(
             f"chat_template_kwargs has {own[0]}, which is not for a request to give: leave it out"
         )
+    variables = {**{name: value for name, value in efforts.items() if value is not None}, **variables}
     fields.end()
     is_bound = any(options.get(name) is not None for name in ("grammar", "json_schema"))
     if is_bound:
