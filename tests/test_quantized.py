@@ -373,16 +373,33 @@ def test_awq_layers_that_do_not_fit(
         open_checkpoint(folder(tmp_path / "c", kept, quantization | settings))
 
 
-def test_parts_without_values_are_refused(tmp_path: Path) -> None:
-    """Found by scripts/dev/fuzz/readers.py."""
-    parts = {
-        "qweight": np.zeros((0, 1), np.int32),
-        "qzeros": np.zeros((2, 1), np.int32),
-        "scales": np.zeros((2, 8), np.float16),
+@pytest.mark.parametrize(
+    ("parts", "method", "match"),
+    [
+        ({".qweight": (0, 1), ".qzeros": (2, 1), ".scales": (2, 8)}, "awq", "has no values"),
+        ({".weight_packed": (), ".weight_scale": (8, 2)}, "mxfp4-pack-quantized", r"has shape \(8, 2\)"),
+        ({".weight_packed": (8, 4), ".weight_shape": (2,), ".weight_scale": (8, 0)}, "pack-quantized-4", r"has shape \(8, 0\)"),
+        ({".weight_packed": (8, 4), ".weight_shape": (3,), ".weight_scale": (8, 1)}, "pack-quantized-4", "says I32 of"),
+    ],
+    ids=["awq", "fp4", "packed-scale", "packed-shape"],
+)  # fmt: skip
+def test_parts_without_values_or_dimensions_are_refused(
+    parts: dict[str, tuple[int, ...]], method: str, match: str, tmp_path: Path
+) -> None:
+    """Found by scripts/dev/fuzz/readers.py, or by reading what is like it."""
+    types = {".qweight": np.int32, ".qzeros": np.int32, ".scales": np.float16, ".weight_shape": np.int32}
+    types |= {
+        ".weight_packed": np.uint8 if "fp4" in method else np.int32,
+        ".weight_scale": np.uint8 if "fp4" in method else np.float16,
     }
-    tensors = {MATRIX.removesuffix("weight") + part: value for part, value in parts.items()}
-    with pytest.raises(BadShard, match=r"qweight: a part of a quantized weight has no values"):
-        open_checkpoint(folder(tmp_path / "c", tensors, METHODS["awq"][1]))
+    tensors = {
+        MATRIX.removesuffix(".weight") + part: np.zeros(shape, types[part]) for part, shape in parts.items()
+    }
+    for name in tensors:
+        if name.endswith("_shape"):
+            tensors[name][:2] = (8, 32)
+    with pytest.raises(BadShard, match=match):
+        open_checkpoint(folder(tmp_path / "c", tensors, METHODS[method][1]))
 
 
 def test_joined_projections_in_fp8_are_refused(tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def find(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Joined]:
             continue
         if name.endswith("_blocks") and len(codes.shape) > 2:  # a group has a dimension of its own
             codes = replace(codes, shape=(*codes.shape[:-2], codes.shape[-2] * codes.shape[-1]))
-        shape, group = (*codes.shape[:-1], 2 * codes.shape[-1]), GROUPS[kind, scale.dtype]
-        if scale.shape != (*shape[:-1], shape[-1] // group) or shape[-1] % group or len(shape) < 2:
+        stack, n_bytes = codes.shape[:-1], codes.shape[-1] if codes.shape else 0
+        shape, group = (*stack, 2 * n_bytes), GROUPS[kind, scale.dtype]
+        if not stack or shape[-1] % group or scale.shape != (*stack, shape[-1] // group):
             raise BadShard(
                 f"{scale.name} has shape {scale.shape} for {name} of {codes.shape}; expected a scale for each {group} values of {kind}"
             )

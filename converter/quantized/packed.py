@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +110,7 @@ def find(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Joined]:
 def _shape(said: Stored, words: Stored) -> tuple[int, int]:
     sizes = (
         said.rows(0, said.n_rows).reshape(-1).astype(np.int64).tolist()
-        if said.dtype in ("I64", "I32")
+        if said.dtype in ("I64", "I32") and prod(said.shape) == 2
         else []
     )
     if len(sizes) != 2 or len(words.shape) != 2 or sizes[0] != words.shape[0] or sizes[1] < 1:
@@ -134,7 +135,8 @@ def _n_bits(words: Stored, n_cols: int, settings: Settings) -> int:
 def _group_cols(scale: Stored, stem: str, shape: tuple[int, int], settings: Settings) -> int:
     """How many columns share a scale."""
     n_groups = scale.n_cols
-    sizes = [*settings.integers("group_size"), *([shape[1] // n_groups] if shape[1] % n_groups == 0 else [])]
+    is_whole = n_groups > 0 and shape[1] % n_groups == 0
+    sizes = [*settings.integers("group_size"), *([shape[1] // n_groups] if is_whole else [])]
     size = next((size for size in sizes if -(-shape[1] // size) == n_groups), None)
     if (
         size is None
