@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,29 @@ class Conversation:
             return
         yield from self._cut(running, running.generation)
 
+    def pieces(self) -> Iterator[tuple[str, str, str]]:
+        """As `parts`, but token by token, each with its origin (see `Piece`): ("reasoning" or "content", text, origin).
+
+        Example:
+            >>> answer = talk.ask("Why?")                             # doctest: +SKIP
+            >>> for kind, text, origin in talk.pieces():              # doctest: +SKIP
+            ...     print(kind, text, origin)
+            content Because drafted
+        """
+        running = self._running
+        if running is None:
+            return
+        waiting = deque[tuple[str, str]]()  # texts and origins of tokens that are not shown yet
+
+        def texts() -> Iterator[str]:
+            for piece in running.generation.pieces():
+                waiting.append((piece.text, piece.origin))
+                yield piece.text
+
+        for kind, text in self._cut(running, texts()):
+            for shown, origin in _by_token(text, waiting):
+                yield kind, shown, origin
+
     # In a file
 
     def save(self, path: str | os.PathLike[str], *, with_state: bool = False) -> Path | None:
@@ -307,3 +331,24 @@ class Conversation:
             said = (running.prompt + generation.text, ids)
         self._exchanges.append(_Exchange(running.question, answer, said, len(ids)))
         self._unanswered = False
+
+
+def _by_token(text: str, waiting: deque[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Words token by token, with origins; tokens that wait have more, what an answer is cut by, and are used up.
+
+    >>> waiting = deque([("<think>", "plain"), ("\\n\\nHm", "drafted"), (" so", "plain")])
+    >>> list(_by_token("Hm s", waiting)), waiting
+    ([('Hm', 'drafted'), (' s', 'plain')], deque([('o', 'plain')]))
+    """
+    while text and waiting:
+        token, origin = waiting.popleft()
+        ends = (token[i:] for i in range(len(token)))
+        end = next((one for one in ends if text.startswith(one) or one.startswith(text)), "")
+        if not end:
+            continue
+        shown, text = text[: len(end)], text[len(end) :]
+        yield shown, origin
+        if rest := end[len(shown) :]:
+            waiting.appendleft((rest, origin))
+    if text:
+        yield text, "plain"

@@ -66,7 +66,7 @@ def without_reasoning(prompt: str, template: str) -> str:
     """The prompt of an answer that is to begin with what it says: a sentence of a grammar has no reasoning before it.
 
     >>> without_reasoning("<|assistant|><think>", "{{ '<think>' }}")
-    '<|assistant|><think>\n\n</think>\n\n'
+    '<|assistant|><think>\\n\\n</think>\\n\\n'
     """
     if harmony.SIGN in template:
         return harmony.says_at_once(prompt)

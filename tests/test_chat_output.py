@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 from terminal import Terminal
 
-from llama_sidecar.runtime import Piece
 from llama_sidecar.scripts._chat import flows
 from llama_sidecar.scripts._chat.flows import Flow, MarkdownFlow, Painter, TextFlow, safe
 from llama_sidecar.scripts._chat.output import PlainOutput, TerminalOutput
@@ -211,53 +210,48 @@ def test_lines_that_are_equal_are_not_written_again() -> None:
 class Answer:
     """Stands in for a generation."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
-        self._pieces = pieces
-        self.text = "".join(piece.text for piece in pieces)
-
-    def pieces(self) -> Iterator[Piece]:
-        return iter(self._pieces)
+    def __init__(self, text: str = "") -> None:
+        self.text = text
 
 
 class Talk:
     """Stands in for a conversation."""
 
-    def __init__(self, *parts: tuple[str, str]) -> None:
+    def __init__(self, *parts: tuple[str, ...]) -> None:
         self._parts = parts
 
-    def parts(self) -> Iterator[tuple[str, str]]:
+    def parts(self) -> Iterator[tuple[str, ...]]:
         return iter(self._parts)
 
+    pieces = parts
 
-def show(talk: Any, answer: Any, lens: bool = False, **options: Any) -> tuple[str, list[str]]:
+
+def show(talk: Any, lens: bool = False, **options: Any) -> tuple[str, list[str]]:
     """What a terminal is sent, and what it then shows."""
     terminal, file = Terminal(60, 50), io.StringIO()
     console = Console(file=file, force_terminal=True, width=60, highlight=False, **options)
-    TerminalOutput(console, lens=lens).show(talk, answer, lambda columns: "status"[:columns])
+    TerminalOutput(console, lens=lens).show(talk, Answer(), lambda columns: "status"[:columns])
     terminal.write(file.getvalue())
     return file.getvalue(), terminal.lines()
 
 
 def test_reasoning_is_shown_apart() -> None:
     talk = Talk(("reasoning", "Hm,"), ("reasoning", " so."), ("content", "**Yes**"), ("content", "."))
-    sent, lines = show(talk, Answer([]), color_system="standard")
+    sent, lines = show(talk, color_system="standard")
     assert lines == ["┊ Hm, so.", "", "Yes."]
     assert "\x1b[2m" in sent and "\x1b[1mYes" in sent
 
 
 def test_the_lens_colours_tokens_by_their_origin() -> None:
-    pieces = [
-        Piece(*p)
-        for p in [("a", 1, "plain"), ("b", 2, "drafted"), ("", 3, "drafted"), ("*c*", 4, "corrected")]
-    ]
-    sent, lines = show(Talk(), Answer(pieces), lens=True, color_system="standard")
-    assert lines == ["ab*c*"]
+    said = [("content", "a", "plain"), ("content", "b", "drafted"), ("content", "*c*", "corrected")]
+    sent, lines = show(Talk(("reasoning", "Hm", "ngram"), *said), lens=True, color_system="standard")
+    assert lines == ["┊ Hm", "", "ab*c*"] and "\x1b[2;36mHm" in sent
     assert "a\x1b[32mb\x1b[0m\x1b[1;35m*c*" in sent
 
 
 def test_without_colours_the_lens_underlines() -> None:
-    pieces = [Piece("a", 1, "plain"), Piece("b", 2, "drafted")]
-    sent, _ = show(Talk(), Answer(pieces), lens=True, color_system="standard", no_color=True)
+    talk = Talk(("content", "a", "plain"), ("content", "b", "drafted"))
+    sent, _ = show(talk, lens=True, color_system="standard", no_color=True)
     assert "a\x1b[4mb" in sent and "\x1b[32m" not in sent
 
 
@@ -270,7 +264,7 @@ def test_an_answer_that_breaks_leaves_the_screen_in_order() -> None:
     terminal, file = Terminal(60, 10), io.StringIO()
     output = TerminalOutput(Console(file=file, force_terminal=True, width=60))
     with pytest.raises(RuntimeError):
-        output.show(Broken(), Answer([]), lambda columns: "status")  # type: ignore[arg-type]
+        output.show(Broken(), Answer(), lambda columns: "status")  # type: ignore[arg-type]
     terminal.write(file.getvalue() + "> next")
     assert terminal.lines() == ["begun", "", "> next"]
 
@@ -288,7 +282,7 @@ def test_escape_codes_of_a_model_reach_no_terminal_beside_a_pipe(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     talk: Any = Talk(("reasoning", "\aHm"), ("content", "\aYes"))
-    PlainOutput().show(talk, Answer([Piece("Yes", 1, "plain")]), lambda columns: "")  # type: ignore[arg-type]
+    PlainOutput().show(talk, Answer("Yes"), lambda columns: "")  # type: ignore[arg-type]
     shown = capsys.readouterr()
     assert shown.err == "\ufffdHm\n" and shown.out == "\aYes\n"
 
@@ -298,6 +292,6 @@ def test_a_pipe_gets_the_answer_and_its_line_end_and_nothing_else(
     capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     talk: Any = Talk(("reasoning", "Hm"), *([("content", text)] if text else []))
-    PlainOutput().show(talk, Answer([Piece(text, 1, "plain")] if text else []), lambda columns: "")  # type: ignore[arg-type]
+    PlainOutput().show(talk, Answer(text), lambda columns: "")  # type: ignore[arg-type]
     shown = capsys.readouterr()
     assert shown.out == (text or "\n").rstrip("\n") + "\n" and shown.err == "Hm\n"

@@ -70,7 +70,10 @@ def test_a_conversation_keeps_reasoning_apart_and_goes_on_in_its_tokens(model: M
         ]
         assert talk.messages[-1] == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
         again = talk.ask("Two", grammar=THOUGHT, temperature=0)
-        again.read()
+        pieces = list(talk.pieces())
+        shown = [("reasoning", "H"), ("reasoning", "m"), *(("content", c) for c in "Yes")]
+        assert [(kind, text) for kind, text, _ in pieces] == shown
+        assert {origin for _, _, origin in pieces} <= {"drafted", "ngram", "corrected", "plain"}
         assert again.stats.n_reused >= answer.stats.n_prompt + len(answer.tokens) - 1
 
 

@@ -75,20 +75,23 @@ def cut(
 @pytest.mark.parametrize(
     "name",
     [
-        "errors",
-        "fields",
-        "messages",
-        "metrics",
-        "splitter",
-        "waiting",
-        "pool",
-        "requests",
-        "spellings",
-        "tools",
+        "conversation",
+        "harmony",
+        "reasoning",
+        "server.errors",
+        "server.fields",
+        "server.messages",
+        "server.metrics",
+        "server.splitter",
+        "server.waiting",
+        "server.pool",
+        "server.requests",
+        "server.spellings",
+        "server.tools",
     ],
 )
 def test_examples(name: str) -> None:
-    module = importlib.import_module(f"llama_sidecar.runtime.server.{name}")
+    module = importlib.import_module(f"llama_sidecar.runtime.{name}")
     assert doctest.testmod(module).failed == 0
 
 

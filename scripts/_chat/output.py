@@ -61,7 +61,7 @@ class TerminalOutput:
     def show(self, talk: Conversation, answer: Generation, status: Status) -> None:
         painting = _Painting(self._console, self._painter, status)
         try:
-            for flow, text, style in self._pieces(talk, answer):
+            for flow, text, style in self._pieces(talk):
                 painting.add(flow, text, style)
         finally:
             painting.end()
@@ -71,21 +71,19 @@ class TerminalOutput:
         parts = [Text(what, self._style(origin)) for origin, what in _ORIGINS.items()]
         self._console.print(Text("lens: ").append_text(Text(" · ").join(parts)))
 
-    def _pieces(self, talk: Conversation, answer: Generation) -> Iterator[tuple[Flow, str, str]]:
+    def _pieces(self, talk: Conversation) -> Iterator[tuple[Flow, str, str]]:
         """The answer in pieces: the flow each belongs to, its text and style."""
-        if self.lens:
-            flow: Flow = TextFlow()
-            yield flow, "", ""
-            for text, _, origin in answer.pieces():
-                yield flow, text, self._style(origin)
-            return
         flows: dict[str, Flow] = {
             "reasoning": TextFlow("dim", "┊ "),
-            "content": MarkdownFlow() if self.markdown else TextFlow(),
+            "content": MarkdownFlow() if self.markdown and not self.lens else TextFlow(),
         }
         yield flows["content"], "", ""
-        for kind, text in talk.parts():
-            yield flows[kind], text, ""
+        if self.lens:
+            for kind, text, origin in talk.pieces():
+                yield flows[kind], text, self._style(origin)
+        else:
+            for kind, text in talk.parts():
+                yield flows[kind], text, ""
 
     def _style(self, origin: str) -> str:
         return (_NO_COLOR if self._console.no_color else _COLORS)[origin]
