@@ -476,7 +476,7 @@ def test_a_compact_sidecar_that_cannot_be_written_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(compact, "_write_data", full)
+    monkeypatch.setattr(compact, "write_data", full)
     with pytest.raises(OutputFailed, match=r"compact-.*No space left") as error:
         convert(make_checkpoint(tmp_path), tmp_path / "new" / "out", draft_vocab=128)
     assert "\n" not in str(error.value) and not (tmp_path / "new").exists()

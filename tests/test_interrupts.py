@@ -48,7 +48,7 @@ RUN = ("run", "-p", "def f", "-n", "8")
 MOMENTS = {
     "loading": ("llama_cpp.llama_cpp", "llama_model_load_from_file", RUN),
     "making a context": ("llama_cpp.llama_cpp", "llama_init_from_model", RUN),
-    "cutting a head": ("llama_sidecar.sidecars.compact", "_write_data", (*RUN, "--draft-vocab", "128")),
+    "cutting a head": ("llama_sidecar.sidecars.compact", "write_data", (*RUN, "--draft-vocab", "128")),
     "trying kernels": ("llama_sidecar.runtime.kernel_choice", "_measured", RUN),
     "reading a prompt": ("llama_sidecar.runtime.session", "Generation._prefill", RUN),
     "calibrating": ("llama_sidecar.runtime.costs", "_measure", RUN),

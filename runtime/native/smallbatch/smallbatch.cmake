@@ -3,7 +3,8 @@
 include(CheckCXXSourceCompiles)
 
 set(SMALLBATCH_OPTIMIZATION -O2 CACHE STRING "How the kernels are optimised: -O1 where compiling soon matters more than speed")
-set(smallbatch_flags ${SMALLBATCH_OPTIMIZATION} -ffp-contract=off)  # no contraction: every width must compute alike
+set(smallbatch_flags ${SMALLBATCH_OPTIMIZATION} -ffp-contract=off -fno-exceptions -fno-asynchronous-unwind-tables)
+# No contraction: every width must compute alike. Nothing throws there: no tables for unwinding.
 
 # Adds a kernel set where the compiler knows its instructions.
 function(add_kernel_set name)
