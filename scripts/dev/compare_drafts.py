@@ -9,7 +9,8 @@ says (llama-server's --spec-synth-rates): what stands is in the text then, after
 the server's log, which has nothing of DFlash2's drafts. Ours follows the server's text, so that both always draft behind the same tokens.
 llama-server never keeps a drafted end of text: the rest of such a draft is not compared. One pair differs, "model on qwen35": after
 a draft of which a part stands, llama-server drafts on with a recurrent draft model whose state still has the rejected tokens, while ours
-are the model's own text (tests/test_draft_model.py).
+are the model's own text (tests/test_draft_model.py). DeepSeek-V4 computes rows together otherwise than one by one, and ours reads fewer
+at a time: a near tie may fall otherwise there.
 """
 
 from __future__ import annotations
