@@ -7,10 +7,12 @@ SIDECAR may also be a draft model. Without files, the tests' tiny pairs: every k
 family. Each depth is run as the target judges, and with drafts of which the first 1, 2, ... stand whatever the target
 says (llama-server's --spec-synth-rates): what stands is in the text then, after rewinds of every length. The other drafts are read from
 the server's log, which has nothing of DFlash2's drafts. Ours follows the server's text, so that both always draft behind the same tokens.
-llama-server never keeps a drafted end of text: the rest of such a draft is not compared. One pair differs, "model on qwen35": after
-a draft of which a part stands, llama-server drafts on with a recurrent draft model whose state still has the rejected tokens, while ours
-are the model's own text (tests/test_draft_model.py). DeepSeek-V4 computes rows together otherwise than one by one, and ours reads fewer
-at a time: a near tie may fall otherwise there.
+llama-server never keeps a drafted end of text: the rest of such a draft is not compared. These differ:
+- "model on qwen35" after a draft of which a part stands: llama-server drafts on with a recurrent draft model whose state still has the
+  rejected tokens; ours are the model's own text (tests/test_draft_model.py).
+- the heads of qwen3next, which has no rollback slots, after rejected drafts: llama-server goes back to a checkpoint and drafts otherwise
+  than its head does when it reads the text anew, which is what ours does.
+- DeepSeek-V4, at near ties: it computes rows together otherwise than one by one, and ours reads fewer at a time.
 """
 
 from __future__ import annotations
