@@ -38,6 +38,7 @@ GROWTH = 1.05  # of memory that counts as flat: allocators keep some
 SETTLE_S = 20.0
 TIMEOUT_S = 120.0
 NAP_S = 0.1
+STILL_S = 10.0
 
 
 @dataclass
@@ -48,6 +49,9 @@ class Report:
     memory_mib: list[float] = field(default_factory=list)
     n_stuck: int = 0
     seconds: float = 0.0
+    stood_still_s: float = (
+        0.0  # this process, stopped from outside: requests then time out, which says nothing of the server
+    )
 
     @property
     def growth(self) -> float:
@@ -151,6 +155,26 @@ def naps(pid: int) -> Iterator[None]:
         thread.join()
 
 
+@contextlib.contextmanager
+def watching(report: Report) -> Iterator[None]:
+    """Meanwhile it is noted how long this process stood still."""
+    over = threading.Event()
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not over.wait(1):
+            gap_s, last = time.monotonic() - last, time.monotonic()
+            report.stood_still_s += gap_s if gap_s > STILL_S else 0.0
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
     """Asks a running server so many requests from so many threads, and waits for the slots.
 
@@ -175,13 +199,14 @@ def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> R
             with lock:
                 report.ends[end] += 1
 
-    for part in (range(n_first), range(n_first, n_requests)):
-        numbers = iter(part)
-        threads = [threading.Thread(target=client, args=(numbers,)) for _ in range(n_clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with watching(report):
+        for part in (range(n_first), range(n_first, n_requests)):
+            numbers = iter(part)
+            threads = [threading.Thread(target=client, args=(numbers,)) for _ in range(n_clients)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     report.seconds = time.monotonic() - began
     deadline = time.monotonic() + SETTLE_S
     while (n_stuck := _n_taken(server)) and time.monotonic() < deadline:
@@ -217,6 +242,10 @@ def main() -> int:
     fifths = ", ".join(f"{report.memory_mib[n * i // 5]:.1f}" for i in range(6))
     print(f"{options.requests} requests in {report.seconds:.0f} s: {dict(report.ends)}")
     print(f"memory: {fifths} MiB before and after each fifth; exit code {code}")
+    if report.stood_still_s:
+        print(
+            f"this process was stopped for {report.stood_still_s:.0f} s: requests may have timed out for it"
+        )
     problems = report.problems() + ([f"the server ended with {code}"] if code else [])
     for problem in problems:
         print(f"problem: {problem}")
