@@ -15,9 +15,8 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = [
-    f"tests/test_{name}.py" for name in ("smallbatch", "smallbatch_graph", "text", "pace", "round")
-]  # what runs native code in this process
+NAMES = "smallbatch smallbatch_graph smallbatch_device huge_pages kernel_choice text pace round"
+TESTS = [f"tests/test_{name}.py" for name in NAMES.split()]  # what runs native code in this process
 PLUGIN = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("llama_sidecar.runtime._native", {module!r})
@@ -35,7 +34,7 @@ spec.loader.exec_module(sys.modules[spec.name])
 )
 @click.argument("tests", nargs=-1)
 def command(folder: Path, minutes: int, tests: tuple[str, ...]) -> None:
-    """Run TESTS (default: those of the kernels, the text stream, pace and the round) under the sanitizers."""
+    """Run TESTS (default: those of the kernels and their device, the text stream, pace and the round) under the sanitizers."""
     # At -O1, which compiles the kernels four times as fast as -O2, with the standard library's own checks and with assertions.
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1 -D_GLIBCXX_ASSERTIONS"
     configure: list[str | Path] = [
