@@ -117,8 +117,11 @@ def ask(url: str, pick: random.Random, leaves: bool) -> str:
             return "told to wait"
         if response.status != expected:
             return f"failed with {response.status}: {data[:200]!r}"
-        is_whole = data.endswith(b"data: [DONE]\n\n") if body.get("stream") else json.loads(data)
-        if expected == 200 and (not is_whole or b'"error"' in data):
+        if body.get("stream"):
+            is_whole = data.endswith(b"data: [DONE]\n\n") and b'data: {"error"' not in data
+        else:  # by its keys: "error" may be a token whose probability was asked for
+            is_whole = "error" not in json.loads(data)
+        if expected == 200 and not is_whole:
             return f"failed: {data[-200:]!r}"
         return "answered" if expected == 200 else "refused"
     except (OSError, http.client.HTTPException) as error:
