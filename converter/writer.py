@@ -248,9 +248,8 @@ class _Started:
         ]
         self.header = os.pread(self.fd, header_bytes, 0)
         self.done = bytearray(len(self.slices))
-        self.laid_out = (
-            -(-header_bytes // HUGE_PAGE) * HUGE_PAGE
-        )  # bytes, whole huge pages: the first behind the header
+        # Bytes up to where zeros stand for what is to come: at first the whole huge pages that the header reaches into.
+        self.laid_out = -(-header_bytes // HUGE_PAGE) * HUGE_PAGE
 
     def _continue(self, n_values: int) -> None:
         """Takes over what an earlier conversion of the same has left; else takes the name under which that would be looked for."""

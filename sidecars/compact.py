@@ -46,6 +46,7 @@ from llama_sidecar.sidecars.tensor_rows import (
     refusals,
     value_bytes,
     write_data,
+    write_header,
 )
 
 N_ROWS = 32_768  # of 248,320 in merge order: 95 % of English and code; with fewer a draft step gains less than it loses
@@ -258,11 +259,7 @@ def writing_compact(
         with refusals(path):
             out = stack.enter_context(whole_file.writing(path))
             part = Path(out.name)
-            header.write_header_to_file(part)
-            header.write_kv_data_to_file()
-            header.write_ti_data_to_file()
-            header.close()
-            out.seek(0, os.SEEK_END)
+            write_header(header, out)
             write_data(out, head.tensors, plan, ids, progress)
             out.flush()
             open_compact(part)

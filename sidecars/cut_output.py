@@ -34,6 +34,7 @@ from llama_sidecar.sidecars.tensor_rows import (
     refusals,
     value_bytes,
     write_data,
+    write_header,
 )
 
 HASH_SCHEME = "llama-sidecar drafter 1"
@@ -112,11 +113,7 @@ def write_cut(
     header = _new_header(sidecar, plan, len(ids), source_hash or content_hash(sidecar, main))
     with refusals(path), whole_file.writing(path) as out:
         part = Path(out.name)
-        header.write_header_to_file(part)
-        header.write_kv_data_to_file()
-        header.write_ti_data_to_file()
-        header.close()
-        out.seek(0, os.SEEK_END)
+        write_header(header, out)
         write_data(out, sources, plan, ids, progress)
         out.write(ids.astype("<i8").tobytes())
         out.write(padding(out))

@@ -5,6 +5,7 @@ Knows tensors and their bytes; which of them, and which rows, is the caller's ma
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,15 @@ def value_bytes(value: object) -> bytes:
     if isinstance(value, StringArray):
         return b"".join(_U64.pack(len(text)) + text for text in value.iter_raw())
     return repr(value).encode()
+
+
+def write_header(header: gguf.GGUFWriter, out: BinaryIO) -> None:
+    """Writes a header, which is used up, into an open file, and goes to its end."""
+    header.write_header_to_file(Path(out.name))
+    header.write_kv_data_to_file()
+    header.write_ti_data_to_file()
+    header.close()
+    out.seek(0, os.SEEK_END)
 
 
 def write_data(

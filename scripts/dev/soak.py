@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,43 +139,44 @@ def with_faults(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def naps(pid: int) -> Iterator[None]:
-    """Meanwhile a process is stopped for NAP_S each second, which interrupts what it waits for."""
+def each_second(act: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile `act` is called each second, in a thread."""
     over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(1):
+            act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def naps(pid: int) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile a process is stopped for NAP_S each second, which interrupts what it waits for."""
 
     def stop_and_go() -> None:
-        while not over.wait(1):
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(NAP_S)
-            os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(NAP_S)
+        os.kill(pid, signal.SIGCONT)
 
-    thread = threading.Thread(target=stop_and_go)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return each_second(stop_and_go)
 
 
-@contextlib.contextmanager
-def watching(report: Report) -> Iterator[None]:
+def watching(report: Report) -> contextlib.AbstractContextManager[None]:
     """Meanwhile it is noted how long this process stood still."""
-    over = threading.Event()
+    last = time.monotonic()
 
     def watch() -> None:
-        last = time.monotonic()
-        while not over.wait(1):
-            gap_s, last = time.monotonic() - last, time.monotonic()
-            report.stood_still_s += gap_s if gap_s > STILL_S else 0.0
+        nonlocal last
+        gap_s, last = time.monotonic() - last, time.monotonic()
+        report.stood_still_s += gap_s if gap_s > STILL_S else 0.0
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return each_second(watch)
 
 
 def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> Report:
