@@ -13,6 +13,7 @@ import pickle
 import struct
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,60 @@ def test_a_configuration_of_nonsense_is_one_line(value: str, tmp_path: Path) -> 
                 assert str(error).isprintable()
             else:
                 assert report.mismatch or name not in SHAPING or value == "null", name
+
+
+class _Asked(Config):
+    """Notes which names are asked for."""
+
+    def __init__(self, root: dict[str, Any]):
+        super().__init__(root)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a JSON tree; of a list's, of the first two."""
+    for step in (
+        tree if isinstance(tree, dict) else range(min(len(tree), 2)) if isinstance(tree, list) else ()
+    ):
+        yield (*above, step)
+        yield from _places(tree[step], (*above, step))
+
+
+def _changed(tree: Any, place: tuple[Any, ...], value: Any) -> Any:
+    if not place:
+        return value
+    copy = tree.copy()
+    copy[place[0]] = _changed(tree[place[0]], place[1:], value) if len(place) > 1 else value
+    return copy
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_no_value_of_a_familys_configuration_is_read_unchecked(family: str, variant: str) -> None:
+    """Each that is there or asked for, in its own place. Found by scripts/dev/fuzz/readers.py."""
+    reader, sound = families()[family], tiny_config(family, variant)
+
+    def read(config: Config) -> None:
+        for use in (lambda c: reader.keys(c, 0), lambda c: reader.keys(c, 1), lambda c: reader.layout(c, ())):
+            try:
+                use(config)
+            except ConversionError as error:
+                assert str(error).isprintable() and len(str(error)) <= 8000
+
+    asked = _Asked(sound)
+    read(asked)
+    assert "hidden_size" in asked.names
+    room = ("text_config",) if "text_config" in sound else ()
+    for place in {*_places(sound), *((*room, name) for name in asked.names)}:
+        for value in (*NONSENSE.values(), False, 1, 2**31, "", [], [[], {}], [None], ["x"], {}):
+            read(Config(_changed(sound, place, value)))
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)

@@ -26,7 +26,7 @@ GATING = {"softmax": 1, "sigmoid": _parts.SIGMOID}
 def keys(config: Config, n_head_layers: int) -> dict[str, Key]:
     n_experts, head = config.integer("num_experts"), config.integer("head_dim")
     selection, ff = config.get("expert_selection_fn", "softmax"), config.integer("intermediate_size")
-    if selection not in GATING:
+    if selection not in list(GATING):  # by equality: JSON's lists and objects have no hash
         raise BadConfig(
             f"config.json has expert_selection_fn = {selection!r}; expected one of {', '.join(GATING)}"
         )
@@ -84,10 +84,11 @@ def _n_dense(config: Config) -> int:
 
 def _mixture(config: Config, source: str, target: str, names: Collection[str]) -> Iterator[Placement]:
     hidden, ff = config.integer("hidden_size"), config.integer("intermediate_size")
-    n_experts, n_shared = config.integer("num_experts"), config.get("num_shared_experts")
+    n_experts = config.integer("num_experts")
     yield place(f"{target}ffn_gate_inp.weight", f"{source}gate.weight", n_experts, hidden)
     yield from _parts.experts(config, f"{source}experts.", target, n_experts, names, ff)
-    if n_shared:
+    if config.get("num_shared_experts"):
+        n_shared = config.integer("num_shared_experts")
         yield from _parts.dense_ffn(config, f"{source}shared_experts.", target, ff * n_shared, "_shexp")
 
 

@@ -33,7 +33,8 @@ def canonical(name: str) -> str:
 def _pattern(config: Config) -> str:
     """One letter for each layer: M for Mamba-2, * for attention, E for experts."""
     said = config.get("hybrid_override_pattern") or config.get("layers_block_type")
-    letters = said if isinstance(said, str) else "".join(LETTERS.get(str(kind), "-") for kind in said or [])
+    kinds = said if isinstance(said, list) else []
+    letters = said if isinstance(said, str) else "".join(LETTERS.get(str(kind), "-") for kind in kinds)
     if len(letters) > MAX_BLOCKS or not re.fullmatch("[M*E]+", letters):
         raise BadConfig(
             f"config.json has the layers {said!r}; expected M, * or E for each of at most {MAX_BLOCKS}: Nemotron-H without experts has no head"
