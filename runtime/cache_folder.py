@@ -1,7 +1,7 @@
 """The user's cache folder: what can be made again, kept between runs within bounds and shared by processes.
 
 A reader sees a whole file or none (sidecars/whole_file.py); writers that build on what they read hold a lock. Every sort of file has a sub-folder and a pattern in SORTS, and nothing else there is ever listed or removed.
-Knows no file's content.
+Knows no file's content, only that some is JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import stat
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llama_sidecar.sidecars import whole_file
 
@@ -129,6 +131,13 @@ class CacheFolder:
         self.sweep(sort)
         with whole_file.writing(self.path(sort, name), durable=False) as file:
             file.write(data)
+
+    def read_json(self, sort: str, name: str) -> Any:
+        """What stands in a small file. Raises OSError, and ValueError where that is no JSON."""
+        try:
+            return json.loads(self.path(sort, name).read_bytes())
+        except RecursionError as error:
+            raise ValueError(f"{sort}/{name} is nested too deeply") from error
 
     @contextlib.contextmanager
     def locked(self, sort: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:

@@ -171,7 +171,7 @@ class Costs:
                 n_threads=int(data["n_threads"]),
                 key=str(data["key"]),
             )
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"these are no costs: {error!r}") from error
 
 
@@ -255,8 +255,8 @@ def target_facts(model: Model) -> dict[str, Any]:
 def recall(key: str) -> Costs | None:
     """The costs kept under a key; None where there are none, they are too old, or the file is damaged."""
     with suppress(OSError, ValueError, CacheError):
-        path = CacheFolder().path("costs", f"{key}.json")
-        costs = Costs.from_json(json.loads(path.read_bytes()))
+        folder, name = CacheFolder(), f"{key}.json"
+        path, costs = folder.path("costs", name), Costs.from_json(folder.read_json("costs", name))
         max_age_s = MAX_AGE_S if costs.calm else BUSY_AGE_S
         if costs.key == key and time.time() - path.stat().st_mtime < max_age_s:
             return costs

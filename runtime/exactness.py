@@ -103,7 +103,7 @@ class Exactness:
             if not all(1 <= width <= MAX_WIDTH for width in widths) or not all([*short, *long]):
                 raise ValueError(f"groups of widths {short}, {long}")
             return cls(short, long, str(data["on"]))
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, OverflowError) as error:
             raise ValueError(f"this is no exactness: {error!r}") from error
 
 
@@ -161,10 +161,10 @@ def _trunk(header: GGUFHeader) -> str:
 
 def _read(name: str) -> Exactness | None:
     """None where there is no such file, it is too old or damaged. Raises CacheError without a cache folder."""
-    path = CacheFolder().path("exactness", name)
+    folder = CacheFolder()
     with suppress(OSError, ValueError):
-        if time.time() - path.stat().st_mtime < MAX_AGE_S:
-            return Exactness.from_json(json.loads(path.read_bytes()))
+        if time.time() - folder.path("exactness", name).stat().st_mtime < MAX_AGE_S:
+            return Exactness.from_json(folder.read_json("exactness", name))
     return None
 
 

@@ -259,7 +259,7 @@ def _content_hash(cut: _Cut, folder: CacheFolder) -> str:
     )
     name = f"{hashlib.sha256(scheme.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
-        memo = json.loads(folder.path("hashes", name).read_bytes())
+        memo = folder.read_json("hashes", name)
         if isinstance(memo, dict) and memo.get("files") == files and isinstance(memo.get("hash"), str):
             return str(memo["hash"])
     content = cut.content_hash()

@@ -261,11 +261,10 @@ def _key(threads: int, repacked: bool) -> str:
 
 def _recall(key: str) -> dict[str, Trial]:
     """By name; nothing where there is no such file, it is too old or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, CacheError):
-        path = CacheFolder().path("kernels", f"{key}.json")
-        data = json.loads(path.read_bytes())
-        if data["schema"] == SCHEMA and time.time() - path.stat().st_mtime < MAX_AGE_S:
-            return {str(name): _trial_from_json(trial) for name, trial in data["trials"].items()}
+    with suppress(OSError, ValueError, CacheError):
+        folder, name = CacheFolder(), f"{key}.json"
+        if time.time() - folder.path("kernels", name).stat().st_mtime < MAX_AGE_S:
+            return _trials_from_json(folder.read_json("kernels", name))
     return {}
 
 
@@ -280,8 +279,18 @@ def _trial_to_json(trial: Trial) -> dict[str, Any]:
     return asdict(trial) | {"type": trial.type.name}
 
 
+def _trials_from_json(data: Any) -> dict[str, Trial]:
+    """Raises ValueError for anything that `_remember` does not write."""
+    try:
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r} is not {SCHEMA}")
+        return {name: _trial_from_json(trial) for name, trial in data["trials"].items()}
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"these are no trials: {error!r}") from error
+
+
 def _trial_from_json(data: Any) -> Trial:
-    return Trial(
+    trial = Trial(
         type=Type[data["type"]],
         shape=(int(data["shape"][0]), int(data["shape"][1])),
         n_bytes=int(data["n_bytes"]),
@@ -289,3 +298,9 @@ def _trial_from_json(data: Any) -> Trial:
         ours_s=tuple(float(s) for s in data["ours_s"]),
         stock_s=tuple(float(s) for s in data["stock_s"]),
     )
+    seconds = (*trial.ours_s, *trial.stock_s)
+    if not len(trial.n_rows) == len(trial.ours_s) == len(trial.stock_s) or not trial.n_rows:
+        raise ValueError(f"{trial} has other numbers of widths and of times")
+    if not all(math.isfinite(s) and s > 0 for s in seconds):
+        raise ValueError(f"{trial} has times that are none")
+    return trial

@@ -280,6 +280,8 @@ def test_a_damaged_file_or_an_old_one_is_no_memory(pair_of: PairOf) -> None:
             b'{"schema": 0}',
             whole.replace(b"8", b"9"),
             whole.replace(b"1", b"[]"),
+            whole.replace(b"8", b"1e999"),
+            b"[" * 100_000,
         ):
             path.write_bytes(content)
             assert remembered(model) is None, content

@@ -7,6 +7,8 @@ more of the calls that read.
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import runpy
 import shutil
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
@@ -294,11 +297,41 @@ def test_a_bus_error_that_is_somebody_elses(handled: bool) -> None:
 # The cache
 
 
-@pytest.mark.parametrize("damage", ["empty", "zeros", "half", "noise"])
+NUMBERS: dict[str, Any] = {
+    "googols": 10**400,
+    "infinite": math.inf,
+    "negative": -1,
+    "lists": [[]],
+    "texts": "x",
+}
+
+
+def _numbers_changed(tree: Any, value: Any) -> Any:
+    """A JSON tree with another value for each of its numbers, but for the schema's."""
+    if isinstance(tree, dict):
+        return {name: v if name == "schema" else _numbers_changed(v, value) for name, v in tree.items()}
+    if isinstance(tree, list):
+        return [_numbers_changed(v, value) for v in tree]
+    return value if type(tree) in (int, float) else tree
+
+
+def _damaged(data: bytes, damage: str, is_json: bool) -> bytes:
+    if damage in NUMBERS:
+        return json.dumps(_numbers_changed(json.loads(data), NUMBERS[damage])).encode() if is_json else data
+    return {
+        "empty": b"",
+        "zeros": bytes(len(data)),
+        "half": data[: len(data) // 2],
+        "noise": os.urandom(len(data)),
+        "deep": b"[" * 100_000,
+    }[damage]
+
+
+@pytest.mark.parametrize("damage", ["empty", "zeros", "half", "noise", "deep", *NUMBERS])
 def test_a_cache_of_damaged_files_is_none(
     damage: str, pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a power failure or a bad disk leaves it."""
+    """As a power failure or a bad disk leaves it, or somebody's editor."""
     monkeypatch.setenv("LLAMA_SIDECAR_CACHE", str(tmp_path))
     options = {"ctx": 128, "threads": 1, "learn": True, "draft_vocab": 128}
 
@@ -312,14 +345,7 @@ def test_a_cache_of_damaged_files_is_none(
     kept = [entry.path for entry in CacheFolder().entries()]
     assert {path.parent.name for path in kept} >= {"heads", "counts", "hashes", "costs"}
     for path in kept:
-        data = path.read_bytes()
-        damaged = {
-            "empty": b"",
-            "zeros": bytes(len(data)),
-            "half": data[: len(data) // 2],
-            "noise": os.urandom(len(data)),
-        }
-        path.write_bytes(damaged[damage])
+        path.write_bytes(_damaged(path.read_bytes(), damage, is_json=path.suffix == ".json"))
     assert text() == expected
 
 
