@@ -632,7 +632,95 @@ def request_seeds() -> list[bytes]:
     ]
 
 
-# Importance matrices, in the older format, and grammars
+# Small files: the index of a checkpoint's shards and its model card, prompts, results of bench, and what the cache remembers
+
+
+def run_small(data: bytes) -> None:
+    from llama_sidecar.converter import checkpoint, general
+    from llama_sidecar.converter.places import Folder
+    from llama_sidecar.runtime.costs import Costs
+    from llama_sidecar.runtime.exactness import Exactness
+    from llama_sidecar.runtime.kernel_choice import _trials_from_json
+    from llama_sidecar.runtime.prompts import read_prompts
+    from llama_sidecar.runtime.study import read_results
+
+    folder = Folder(_folder)
+    for what, value in json_object(data).items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if what == "index":
+            on_disk(text.encode("utf-8", "replace"), checkpoint.INDEX)
+            expected(
+                lambda: [
+                    folder.has(name) for name in checkpoint._read_index(_folder, checkpoint.INDEX).values()
+                ]
+            )
+        elif what == "card":
+            on_disk(text.encode("utf-8", "replace"), "README.md")
+            expected(lambda: json.dumps(general._model_card(_folder)))
+        elif what in ("prompts", "results"):
+            read = read_prompts if what == "prompts" else read_results
+            path = on_disk(text.encode("utf-8", "replace"), f"{what}.jsonl")
+            expected(lambda read=read, path=path: read(path))
+        elif what in ("costs", "exactness", "trials"):
+            read = {"costs": Costs.from_json, "exactness": Exactness.from_json, "trials": _trials_from_json}[
+                what
+            ]
+            with contextlib.suppress(ValueError):  # what there is of them is made again
+                read(value)
+
+
+def small_seeds() -> list[bytes]:
+    from gguf import GGMLQuantizationType as Type
+
+    from llama_sidecar.runtime import kernel_choice, kernels
+    from llama_sidecar.runtime.costs import Costs
+    from llama_sidecar.runtime.exactness import Exactness
+
+    trial = kernels.Trial(Type.Q8_0, (64, 32), 4096, (1, 4), (1.0, 1.5), (2.0, 2.5))
+    trials = {"schema": kernel_choice.SCHEMA, "trials": {"x": kernel_choice._trial_to_json(trial)}}
+    figures = {"n_pairs": 3, "plain_tok_s": 9.5, "spec_tok_s": 12.0, "speedup": 1.3, "speedup_spread": [1.1, 1.5],
+               "mean_accepted_length": 2.5, "accepted_per_position": [0.8, 0.5]}  # fmt: skip
+    part = figures | {
+        "tasks": {"code": figures}, "main": {"file": "m.gguf", "type": "Q8_0"}, "drafter": {"kind": "mtp", "file": "s.gguf", "type": "Q8_0"},
+        "machine": {"cpu": "x"}, "llama_cpp": {"commit": "x"}, "prompts": {}, "round_s": {"draft": 1, "verify": 2, "accept": 0.1, "rest": 0.1},
+        "bound": 2.0, "depth": 2, "temperature": 0.0, "c": 0.1, "row_s": 0.01, "n": 64, "threads": 2, "version": "1", "backend": "CPU",
+        "warnings": ["x"], "first_divergence": {"pair": 1, "token": 2}, "predicted": 1.2,
+    }  # fmt: skip
+    card = "---\nlicense: mit\nlanguage: [en, de]\nbase_model:\n- a/b\ntags:\n- x\ndate: 2020-01-01\n---\n# A model\n"
+    prompts = [{"prompt": "def f", "task": "code"}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    files: list[dict[str, Any]] = [
+        {
+            "index": {
+                "metadata": {"total_size": 7},
+                "weight_map": {"a.weight": "model-1.safetensors", "b": "x.safetensors"},
+            }
+        },
+        {"card": card},
+        {"prompts": "\n".join(map(json.dumps, prompts))},
+        {"prompts": prompts[1]},
+        {
+            "results": {
+                "schema": 1,
+                "study": 1,
+                "bench": part,
+                "depths": [part],
+                "temperatures": [],
+                "command": "x",
+            }
+        },
+        {"results": {"schema": 1, **part}},
+        {
+            "costs": Costs(
+                plain_s=1.0, verify_s=(1.1, 1.5), first_draft_s=0.25, draft_step_s=0.125, key="x"
+            ).to_json()
+        },
+        {"exactness": Exactness(short=((1, 2), (3,)), long=((1,), (2, 3))).to_json()},
+        {"trials": trials},
+    ]
+    return [json.dumps(file).encode() for file in files]
+
+
+# Importance matrices, in both formats, and grammars
 
 
 def run_imatrix(data: bytes) -> None:
@@ -642,16 +730,34 @@ def run_imatrix(data: bytes) -> None:
 
 
 def imatrix_seeds() -> list[bytes]:
+    from gguf import GGUFValueType as V
+    from gguf_edit import File, Key, Tensor
+
     name = b"blk.0.a.weight"
     entry = struct.pack("<i", len(name)) + name + struct.pack("<ii4f", 2, 4, 1.0, 2.0, 3.0, 4.0)
+    sums, counts = struct.pack("<4f", 1.0, 2.0, 3.0, 4.0), struct.pack("<2f", 3.0, 0.0)
+    newer = File(
+        {
+            "general.type": Key((V.STRING,), "imatrix"),
+            "imatrix.datasets": Key((V.ARRAY, V.STRING), ["text"]),
+            "imatrix.chunk_count": Key((V.UINT32,), 7),
+        },
+        {
+            "blk.0.a.weight.in_sum2": Tensor([2, 2], 0, sums),
+            "blk.0.a.weight.counts": Tensor([1, 2], 0, counts),
+        },
+    )
     return [
+        newer.to_bytes(),
         struct.pack("<i", 1) + entry + struct.pack("<ii", 7, 4) + b"text",
         struct.pack("<i", 2) + entry * 2,
     ]
 
 
 def mutate_imatrix(data: bytes, rng: random.Random) -> bytes:
-    return _put_number(data, rng, list(range(0, max(1, len(data) - 3), 1)))
+    if data[:4] == b"GGUF":
+        return mutate_gguf(data, rng)
+    return _put_number(data, rng, list(range(max(1, len(data) - 3))))
 
 
 def run_grammar(data: bytes) -> None:
@@ -686,6 +792,10 @@ TARGETS: dict[str, Target] = {
     "request": Target(
         run_request, request_seeds, mutate_json,
         tuple(f"runtime.server.{n}" for n in ("requests", "fields", "messages", "tools", "spellings", "splitter")),
+    ),
+    "small": Target(
+        run_small, small_seeds, mutate_json,
+        ("converter.checkpoint", "converter.general", "runtime.prompts", "runtime.study", "runtime.costs", "runtime.exactness"),
     ),
     "imatrix": Target(run_imatrix, imatrix_seeds, mutate_imatrix, ("converter.imatrix",)),
     "grammar": Target(run_grammar, grammar_seeds, mutate_json, ("runtime.grammar",)),
