@@ -721,15 +721,16 @@ class Generation(Iterator[str]):
     def _prefill(self) -> str | None:
         """Feeds the prompt, what the session already holds left out; what the first token shows, or None when cancelled.
 
-        A piece a turn. Turns may be long in coming: what goes before the first piece and after the last one needs none of its own.
+        A piece a turn, the first one ahead of texts that go on: until then nobody sees anything. Turns may be long in coming: what
+        goes before the first piece and after the last one needs none of its own.
         """
         session, tokens = self._session, self._request.tokens
-        native, started = session._native, time.perf_counter()
+        native, turns, started = session._native, session.model.turns, time.perf_counter()
         opening: str | None = None
         stops: list[int] | None = None
         done = 0
         while opening is None:
-            with session.model.turns:
+            with turns.ahead if stops is None else turns:
                 if stops is None:
                     done = self._stats.n_reused = session._hold(tokens)
                     native.adopt(tokens[done:])
@@ -738,7 +739,7 @@ class Generation(Iterator[str]):
                     session._history = tokens[:done]
                     return None
                 ends = min(done + session._n_piece, *stops[:1], len(tokens))
-                native.feed(tokens[done:ends], ends == len(tokens))
+                native.feed(tokens[done:ends], ends == len(tokens), turns)
                 done = ends
                 if stops and done == stops[0]:
                     native.checkpoint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from conftest import PairOf
 
 from llama_sidecar.runtime import LoadError, Model, PromptError, load
+from llama_sidecar.runtime.server import app
+from llama_sidecar.runtime.server.answers import TextAnswer
 from llama_sidecar.runtime.server.errors import RequestError
 from llama_sidecar.runtime.server.pool import Job, Pool, Slot
 from llama_sidecar.runtime.server.requests import Request
@@ -148,6 +151,20 @@ def test_a_stream_s_pieces_are_its_text(pool: Pool) -> None:
         assert asked.job.generation is not None
         text = "".join(one if isinstance(one, str) else one.text for one in news)
         assert text == asked.job.generation.text and asked.job.take() == []
+
+
+def test_a_stream_that_has_ended_is_told_so_at_once(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "CHUNK_S", 3600.0)
+    options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    fields = {"options": options, "client": "", "stream": True, "has_usage": False, "lens": False}
+
+    async def read() -> list[bytes]:
+        request = Request(tokens=[1, 2, 3], **fields)  # type: ignore[arg-type]
+        events = app._Events._events(app._Running(pool, request), TextAnswer(request, pool.model.vocab, "R"))
+        return [event async for event in events]
+
+    events = asyncio.run(asyncio.wait_for(read(), SECONDS))
+    assert events[-1] == b"data: [DONE]\n\n" and b'"finish_reason":"length"' in events[-2]
 
 
 def test_draining_refuses_what_waits_and_lets_the_rest_end(model: Model) -> None:

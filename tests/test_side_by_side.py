@@ -14,6 +14,7 @@ from conftest import PairOf
 
 from llama_sidecar.runtime import Model, Session, load
 from llama_sidecar.runtime._native import Turns
+from llama_sidecar.runtime.session import N_PIECE
 
 PROMPT = list(b"hello world, this is where it starts")
 N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
@@ -82,6 +83,43 @@ def test_a_turn_is_over_after_a_while_and_only_while_others_wait() -> None:
         thread.start()
         until(lambda: turns.is_over)
     thread.join()
+
+
+def test_who_goes_ahead_leaves_every_second_turn_to_others() -> None:
+    turns, order = Turns(), list[str]()
+
+    def work(name: str) -> None:
+        with turns.ahead if name == "ahead" else turns:
+            order.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ["in order"] * 3 + ["ahead"] * 2]
+    with turns:
+        for thread in threads:
+            thread.start()
+        until(lambda: turns.n_waiting == 5)
+        assert turns.is_over, "at once for whoever goes ahead"
+    for thread in threads:
+        thread.join()
+    assert order == ["ahead", "in order", "ahead", "in order", "in order"]
+
+
+def test_the_first_piece_of_a_prompt_goes_ahead_and_no_other(model: Model) -> None:
+    fed: list[int] = []
+    with model.session() as session:
+        text = session.generate(PROMPT * 20, max_tokens=1)
+
+        def other() -> None:
+            with model.turns:
+                fed.append(session._native.n_past)
+
+        threads = [threading.Thread(target=work) for work in (other, other, text.read)]
+        with model.turns:
+            for i, thread in enumerate(threads):
+                thread.start()
+                until(lambda i=i: model.turns.n_waiting == i + 1)  # type: ignore[misc]
+        for thread in threads:
+            thread.join()
+    assert fed == [N_PIECE, N_PIECE]
 
 
 def test_one_that_does_not_look_up_for_minutes_leaves_turns_to_others(model: Model) -> None:

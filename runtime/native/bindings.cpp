@@ -71,6 +71,10 @@ std::optional<std::string> openmp_library() {
     return info.dli_fname;
 }
 
+struct Ahead {
+    Turns & turns;
+};
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -194,12 +198,19 @@ NB_MODULE(_native, m) {
         .def_ro("accept_s", &Round::accept_s);
 
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
-    nb::class_<Turns>(m, "Turns", "A fair lock, as a context manager: sessions of one model take turns at compute.")
-        .def(nb::init<int>(), "n_threads"_a = 1)
-        .def("__enter__", &Turns::take, no_gil)
+    nb::class_<Turns> turns(m, "Turns", "A fair lock, as a context manager: sessions of one model take turns at compute.");
+    nb::class_<Ahead>(turns, "Ahead")
+        .def("__enter__", [](Ahead & self) { self.turns.take(true); }, no_gil)
+        .def(
+            "__exit__", [](Ahead & self, const nb::args &) { self.turns.pass(); },
+            nb::sig("def __exit__(self, *args: object) -> None"));
+    turns.def(nb::init<int>(), "n_threads"_a = 1)
+        .def("__enter__", [](Turns & self) { self.take(); }, no_gil)
+        .def_prop_ro("ahead", [](Turns & self) { return Ahead{self}; }, nb::keep_alive<0, 1>(), "The same, ahead of all who have not asked so.")
         .def(
             "__exit__", [](Turns & self, const nb::args &) { self.pass(); },
             nb::sig("def __exit__(self, *args: object) -> None"))
+        .def_prop_ro("n_waiting", &Turns::n_waiting)
         .def_prop_ro("is_over", &Turns::is_over, "In a turn: whether it has lasted as long as it may while others wait.");
 
     nb::class_<DraftVocab>(m, "DraftVocab", "Which tokens a compact head has rows for: see draft_vocab.h.")
@@ -250,7 +261,13 @@ NB_MODULE(_native, m) {
             "min_confidence"_a = 0.0f, "script"_a = std::vector<llama_token>(), "n_right"_a = 0,
             "hidden_rows"_a = true, "looks_up"_a = false, "picks_on_backend"_a = false, "n_checkpoints"_a = 0)
         .def("clear", &Session::clear, no_gil)
-        .def("feed", &Session::feed, "tokens"_a, "wants_logits"_a, no_gil)
+        .def(
+            "feed",
+            [](Session & self, const std::vector<llama_token> & tokens, bool wants_logits, Turns * turns) {
+                const auto feed = [&] { self.feed(tokens, wants_logits); };
+                turns != nullptr ? turns->run(feed) : feed();
+            },
+            "tokens"_a, "wants_logits"_a, "turns"_a.none() = nb::none(), no_gil, "In a turn of `turns`, on the thread that computes for all.")
         .def("first", &Session::first, "chooser"_a, no_gil)
         .def("step", &Session::step, "chooser"_a, "depth"_a, "ignore_eog"_a = false, "found"_a = std::vector<llama_token>(), no_gil)
         .def(

@@ -203,15 +203,17 @@ class _Running:
     def __init__(self, pool: Pool, request: requests.Request) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self._news, self._end = asyncio.Event(), asyncio.Event()
         self._is_told = False  # an event is on its way, and tells of this news, too
         self.job = Job(request, self._tell)
         pool.submit(self.job)
 
     def _tell(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            if self.job.ended:
+                self._loop.call_soon_threadsafe(self._end.set)
+            if not self._is_told:
+                self._is_told = True
                 self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait(self) -> None:
@@ -219,6 +221,11 @@ class _Running:
         await self._news.wait()
         self._news.clear()
         self._is_told = False
+
+    async def rest(self) -> None:
+        """Lets news gather for CHUNK_S, while there is more to come."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._end.wait(), CHUNK_S)
 
     async def until_started(self, receive: Receive) -> None:
         """Waits for a slot. Raises what refuses the request there, or ClientDisconnect."""
@@ -277,7 +284,7 @@ class _Events(StreamingResponse):
                     continue
                 if (news := job.take()) and job.generation is not None:
                     yield _lines(answer.chunk(job.generation, news))
-                    await asyncio.sleep(CHUNK_S)
+                    await running.rest()
             generation = running.result()
             news = job.take()
             yield _lines([*(answer.chunk(generation, news) if news else ()), *answer.closing(generation)])

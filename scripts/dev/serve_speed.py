@@ -1,11 +1,11 @@
 """How fast the server writes against the direct API, in turns within one run, and with 1, 2 and 4 clients at once.
 
-    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--clients 1 2 4] [--threads] [--spec] [-- OPTIONS OF serve]
+    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--clients 1 2 4] [--threads] [--first] [--spec] [-- OPTIONS OF serve]
 
 Both decode greedily and to the end, plainly or with `--spec`, so that they do the same work; a stream is compared with iterating, an
 answer at once with `read()`. The server is a process of its own, and this one the client: seconds are those of the whole request,
 the prompt included, and the clients' own work counts as the server's. With `--threads` also sessions that threads of this process
-iterate or read side by side.
+iterate or read side by side. With `--first` how long a stream's first token takes, alone and beside others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from urllib.parse import urlsplit
 
 from llama_sidecar.runtime import Session, load
@@ -31,18 +32,63 @@ PROMPT = "def main():\n    "
 N_SLOTS = 4
 
 
-def ask(url: str, n: int, *, stream: bool) -> None:
-    """One request, whose answer is read whole."""
+@contextlib.contextmanager
+def answer(url: str, n: int, *, prompt: str = PROMPT, **more: Any) -> Iterator[http.client.HTTPResponse]:
+    """What comes for a request; one that is left before its end is cancelled."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=600)
-    fields = {"prompt": PROMPT, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": stream}
-    connection.request("POST", "/v1/completions", json.dumps(fields), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    while response.read(4096):
-        pass
-    if response.status != 200:
-        raise RuntimeError(f"the server answered {response.status}")
-    connection.close()
+    fields = {"prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True, **more}
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(fields), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"the server answered {response.status}")
+        yield response
+    finally:
+        connection.close()
+
+
+def ask(url: str, n: int, *, stream: bool) -> None:
+    """One request, whose answer is read whole."""
+    with answer(url, n, stream=stream) as response:
+        while response.read(4096):
+            pass
+
+
+def first_token(url: str, i: int) -> float:
+    """Seconds to the first token of a stream whose prompt has nothing in common with others'."""
+    began = time.perf_counter()
+    with answer(url, 2, stream=True, prompt=f"{i} {PROMPT}", lens=True) as response:
+        response.readline()
+        took = time.perf_counter() - began
+        while response.read(4096):
+            pass
+    return took
+
+
+@contextlib.contextmanager
+def streaming(url: str, n_streams: int) -> Iterator[None]:
+    """Meanwhile so many streams are read, each begun anew where it ends."""
+    over = threading.Event()
+
+    def read(_: int) -> None:
+        while not over.is_set():
+            with answer(url, 900, stream=True) as response:
+                while not over.is_set() and response.readline():
+                    pass
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(n_streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(2)
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def at_once(work: Callable[[int], None], n: int) -> None:
@@ -76,6 +122,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--threads", action="store_true", help="sessions in threads of one program, too")
+    parser.add_argument(
+        "--first", type=int, metavar="N", help="the first tokens of so many streams, alone and beside others"
+    )
     parser.add_argument("--spec", action="store_true", help="with the file's own drafter")
     options, more = parser.parse_known_args()
     spec = [] if options.spec else ["--no-spec"]
@@ -86,6 +135,16 @@ def main() -> int:
         load(options.main, spec_type=spec_type, ctx=1024) as model,
         contextlib.ExitStack() as stack,
     ):
+        if options.first:
+            for n_others in (0, N_SLOTS - 1, 0, N_SLOTS - 1):
+                with streaming(server.url, n_others):
+                    times = sorted(1000 * first_token(server.url, i) for i in range(options.first))
+                print(
+                    f"first token beside {n_others} streams: median {median(times):.1f} ms, "
+                    f"{times[0]:.1f} to {times[-1]:.1f}",
+                    flush=True,
+                )
+            return 0
         sessions = [stack.enter_context(model.session()) for _ in range(N_SLOTS if options.threads else 1)]
         for stream in (True, False):  # warm-up
             direct(sessions[0], 8, stream=stream)
