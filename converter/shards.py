@@ -248,7 +248,9 @@ def _mapped_at(path: Path, addresses: set[int]) -> int:
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             starts = {_data_start(file, record) for record in archive.infolist()}
-    except (OSError, zipfile.BadZipFile, struct.error, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # zipfile raises BadZipFile, NotImplementedError, struct.error, ... for a bad one
         raise BadShard(f"{path} is a broken archive: {error}") from error
     first = min(addresses)
     for start in starts:

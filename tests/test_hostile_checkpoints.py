@@ -13,6 +13,7 @@ import pickle
 import struct
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
 from llama_sidecar.converter.places import MAX_SMALL_BYTES
+from llama_sidecar.converter.shards import _mapped_at
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -298,6 +300,20 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": _Bomb(tmp_path / "ran")}))
     assert "cannot be read by torch" in refused(tmp_path, BadShard)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_archive_broken_anywhere_is_one_line(tmp_path: Path) -> None:
+    """What torch has read its own way, zipfile may not. Found by scripts/dev/fuzz/readers.py."""
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data/0", bytes(8))
+    sound = path.read_bytes()
+    for at in range(len(sound)):
+        for byte in (0, 1, 64, 127, 255):
+            path.write_bytes(sound[:at] + bytes([byte]) + sound[at + 1 :])
+            with pytest.raises(BadShard, match=r"broken archive|packed in a way") as error:
+                _mapped_at(path, {1})
+            assert str(error.value).isprintable()
 
 
 def test_a_template_is_copied_and_not_run(tmp_path: Path) -> None:

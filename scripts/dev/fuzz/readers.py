@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +264,81 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
         return _put_number(data, rng, [0])
     text = json.dumps(changed_tree(header, rng)).encode("utf-8", "replace")
     return struct.pack("<Q", len(text)) + text + rest
+
+
+# PyTorch shards: zip archives with a pickle, where torch is installed
+
+
+def run_bin(data: bytes) -> None:
+    from llama_sidecar.converter.places import Folder
+    from llama_sidecar.converter.shards import read_bin
+
+    place, name = Folder(_folder), "pytorch_model.bin"
+    on_disk(data, name)
+
+    def use() -> None:
+        with contextlib.ExitStack() as files:
+            for tensor in read_bin(place.path(name), place.open(name, files)).values():
+                if tensor.n_rows > 0 and tensor.n_cols < 1 << 16:
+                    expected(lambda tensor=tensor: tensor.raw_rows(tensor.n_rows - 1, tensor.n_rows))
+
+    expected(use)
+
+
+def bin_seeds() -> list[bytes]:
+    import torch
+
+    whole = torch.arange(24.0).reshape(4, 6)
+    states = [
+        {
+            "a.weight": whole,
+            "b": torch.ones(3, dtype=torch.bfloat16),
+            "c": torch.zeros((), dtype=torch.int64),
+        },
+        {"a.weight": whole.T, "b": whole[1:3, 2:], "tied": whole},
+        {},
+    ]
+    seeds = []
+    for state in states:
+        for is_zip in (True, False):
+            file = io.BytesIO()
+            torch.save(state, file, _use_new_zipfile_serialization=is_zip)
+            seeds.append(file.getvalue())
+    return seeds
+
+
+def mutate_bin(data: bytes, rng: random.Random) -> bytes:
+    """Changes a byte or a number of the archive, or of one of its records, which is then packed anew."""
+    if rng.random() < 0.4:
+        return _put_number(data, rng, [rng.randrange(max(1, len(data)))])
+    packed = io.BytesIO()
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w") as new:
+            names = old.namelist()
+            chosen = rng.choice(
+                [name for name in names if name.endswith(".pkl")] if rng.random() < 0.8 else names
+            )
+            for name in names:
+                record = old.read(name)
+                for _ in range(rng.choice([1, 1, 2, 4]) if name == chosen and record else 0):
+                    at = rng.randrange(len(record))
+                    how = rng.randrange(4)
+                    if how == 0:
+                        record = record[:at] + bytes([rng.randrange(256)]) + record[at + 1 :]
+                    elif how == 1:
+                        record = record[:at] + record[at + rng.randrange(8) :]
+                    elif how == 2:
+                        record = (
+                            record[:at]
+                            + record[rng.randrange(len(record)) :][: rng.randrange(32)]
+                            + record[at:]
+                        )
+                    else:
+                        record = _put_number(record, rng, [at])
+                new.writestr(name, record)
+    except Exception:  # no archive any more, for one of the many reasons there are
+        return _put_number(data, rng, [rng.randrange(max(1, len(data)))])
+    return packed.getvalue()
 
 
 def changed_tree(tree: Any, rng: random.Random) -> Any:
@@ -784,6 +861,7 @@ TARGETS: dict[str, Target] = {
         tuple(f"sidecars.{n}" for n in ("gguf_reader", "gguf_header", "model_rules", "sidecar", "shards", "compact", "memory", "kind", "kinds.mtp", "kinds.dflash", "kinds.eagle3", "kinds.dspark")),
     ),
     "safetensors": Target(run_safetensors, safetensors_seeds, mutate_safetensors, ("converter.shards",)),
+    "bin": Target(run_bin, bin_seeds, mutate_bin, ("converter.shards",)),
     "config": Target(run_config, config_seeds, mutate_json, ("converter.config", "converter.families.*")),
     "tokenizer": Target(run_tokenizer, tokenizer_seeds, mutate_json, ("converter.tokenizer",)),
     "session": Target(run_session, session_seeds, mutate_session, ("runtime.session_file",)),
@@ -974,6 +1052,9 @@ def command(
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory) as folder:
         os.environ["FUZZ_FOLDER"] = folder
         for name in targets or TARGETS:
+            if name == "bin" and importlib.util.find_spec("torch") is None:
+                print(f"{name:12} needs torch, which is not installed", flush=True)
+                continue
             n_faults += not _in_a_child(name, seconds, runs, corpus)
     sys.exit(1 if n_faults else 0)
 
