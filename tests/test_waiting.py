@@ -67,24 +67,31 @@ def test_others_fill_all_processors(n_others: float, n_cpus: int, sleeping: bool
     assert _native.is_full(n_others, n_cpus, sleeping) == expected
 
 
-BUSY = """
+OTHERS = """
 import os, subprocess, sys, time
-from llama_sidecar.runtime import load
+from llama_sidecar.runtime import _native, load
 def n_running():
     with open("/proc/stat") as stat:
         return next(int(line.split()[1]) for line in stat if line.startswith("procs_running"))
+def others_run():
+    looks = []
+    for _ in range(40):
+        time.sleep(0.01)
+        looks.append(n_running() - 1)
+    return sum(looks) > 0.3 * len(looks)
+if others_run():
+    sys.exit(print("others"))
+"""
+
+BUSY = (
+    OTHERS
+    + """
 def wait_for(expected, text):
     until = time.monotonic() + 10
     while time.monotonic() < until and text.stats.waiting != expected:
         text = model.generate("hello", max_tokens=16, temperature=0, ignore_eos=True)
         text.read()
     return text.stats.waiting
-looks = []
-for _ in range(40):
-    time.sleep(0.01)
-    looks.append(n_running() - 1)
-if sum(looks) > 0.3 * len(looks):
-    sys.exit(print("others"))
 with load(sys.argv[1], ctx=128, threads={n_cpus}, depth=2) as model:
     text = model.generate("hello", max_tokens=16, temperature=0, ignore_eos=True)
     text.read()
@@ -98,6 +105,7 @@ with load(sys.argv[1], ctx=128, threads={n_cpus}, depth=2) as model:
         for loop in loops:
             loop.kill()
 """
+)
 
 
 @linux
@@ -109,6 +117,41 @@ def test_threads_sleep_while_others_use_some_of_the_processors(pair_of: PairOf) 
     if found == "others":
         pytest.skip("other programs run")
     assert found.splitlines() == ["spin 1 ms", "sleep", "spin 1 ms"]
+
+
+BURST = (
+    OTHERS
+    + """
+def is_noticed_soon(model):
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range({n_cpus} - 1)]
+    time.sleep(0.3)
+    text = model.generate("hello", max_tokens=4000, temperature=0, ignore_eos=True)
+    began = time.monotonic()
+    next(text)
+    sleeps = _native.waiting() == "sleep"
+    for loop in loops:
+        loop.kill()
+    for loop in loops:
+        loop.wait()
+    while sleeps and _native.waiting() == "sleep" and time.monotonic() < began + 0.24:
+        next(text)
+    return sleeps and _native.waiting() != "sleep" and time.monotonic() < began + 0.24
+with load(sys.argv[1], ctx=4096, threads={n_cpus}, depth=2) as model:
+    model.generate("hello", max_tokens=16).read()
+    print("as expected" if any(is_noticed_soon(model) for _ in range(20)) else "others" if others_run() else "too late")
+"""
+)
+
+
+@linux
+def test_a_burst_when_a_text_begins_does_not_slow_it_for_long(pair_of: PairOf) -> None:
+    """Other programs are looked at every 250 ms, but what ran at the beginning of a text is looked at again before."""
+    if not computes_on_libgomp():
+        pytest.skip("ggml was built without libgomp")
+    found = run(BURST.format(n_cpus=N_CPUS), pair_of("R", "Q8_0").main)
+    if found == "others":
+        pytest.skip("other programs run")
+    assert found == "as expected"
 
 
 WAITING = """

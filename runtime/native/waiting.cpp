@@ -21,6 +21,8 @@ namespace {
 
 constexpr std::chrono::milliseconds between_looks{250};  // /proc/stat counts hundredths of a second
 
+constexpr std::chrono::milliseconds between_glances{20};  // at what else runs
+
 constexpr std::chrono::milliseconds pause{50};  // spinning threads have long gone to sleep
 
 constexpr std::chrono::seconds after_sharing{5};  // threads of ours that shared a processor sleep so long
@@ -164,13 +166,17 @@ void Waiting::before(int n_threads) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
     const bool paused = now - computed_at_ > pause;
-    if (!works_ || (!paused && now - looked_at_ < between_looks)) return;
+    if (!works_) return;
+    if (!paused && now - looked_at_ < between_looks) {
+        if (is_sleep_doubtful_ && now - glanced_at_ >= between_glances) glance(now);
+        return;
+    }
     const int n_wanted = std::min(n_threads, n_cpus_);
     const double seconds = std::chrono::duration<double>(now - looked_at_).count(), ours_s = own_seconds();
     double room = (ours_s - ours_s_) / seconds;  // at least
     const bool had_all = !paused && !is_crowded(room, n_wanted, sleeping_);  // whatever else there is: /proc/stat takes long to read
     const bool knows_idle = knows_idle_;
-    looked_at_ = now;
+    looked_at_ = glanced_at_ = now;
     ours_s_ = ours_s;
     knows_idle_ = !had_all;
     if (had_all) {
@@ -195,11 +201,22 @@ void Waiting::before(int n_threads) {
         const OwnRunning own = own_running();
         const double n_others = std::max(0, found.n_running - own.n);
         n_others_ = n_others_ > 0 ? (n_others_ + n_others) / 2 : n_others;
-        if (own.share) asleep_until_ = now + after_sharing;
+        const bool is_team = !paused && own.n <= n_wanted;  // or others of ours run, too: one that reads what is written
+        if (own.share && is_team) asleep_until_ = now + after_sharing;
     } else {
         n_others_ = 0;
     }
+    is_sleep_doubtful_ = crowded && paused && now >= asleep_until_;
     sleep(crowded && (now < asleep_until_ || !(is_short_ && is_full(n_others_, n_cpus_, sleeping_))));
+}
+
+// Whoever ran when a text began may have been its reader, who is done: then threads need not sleep until the next look.
+void Waiting::glance(std::chrono::steady_clock::time_point now) {
+    glanced_at_ = now;
+    if (!sleeping_ || processors().n_running > own_running().n) return;
+    is_sleep_doubtful_ = false;
+    n_others_ = 0;
+    sleep(false);
 }
 
 void Waiting::after() {

@@ -44,7 +44,7 @@ class Waiting {
 
     // Before n_threads compute: looks how busy the machine is, and chooses. While the process computes it judges by the time
     // since the last look, a few times a second only, and at other programs only where it had not all of it; after a pause, in which
-    // others may have come and gone, by what runs now.
+    // others may have come and gone, by what runs now, and soon again where that is another program.
     void before(int n_threads);
     // After they have computed.
     void after();
@@ -57,6 +57,7 @@ class Waiting {
 
   private:
     Waiting();
+    void glance(std::chrono::steady_clock::time_point now);
     void sleep(bool wanted);
 
     std::mutex mutex_;  // two models take turns apart
@@ -66,7 +67,8 @@ class Waiting {
     bool is_short_ = false;   // its spin is shorter than a scheduler's slice
     double n_others_ = 0.0;   // threads of other programs that run or could, a moving mean
     int n_cpus_ = 0;
-    std::chrono::steady_clock::time_point looked_at_, computed_at_, asleep_until_;
+    bool is_sleep_doubtful_ = false;  // it was chosen by what ran at one moment
+    std::chrono::steady_clock::time_point looked_at_, glanced_at_, computed_at_, asleep_until_;
     double idle_s_ = 0.0, ours_s_ = 0.0;  // processor seconds at the last look
     bool knows_idle_ = true;              // idle_s_ is of then, too
     struct Parked;
