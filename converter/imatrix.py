@@ -166,7 +166,8 @@ def _of_dat(path: Path, file: BinaryIO) -> Imatrix:
         if len(data) != 4 * n_values:
             raise _no_imatrix(path, f"ends within entry {i + 1} of {n_entries}")
         values = np.frombuffer(data, "<f4").astype(np.float32)
-        entries[name] = values / np.float32(n_calls) if n_calls else values
+        with np.errstate(invalid="ignore"):  # what is not finite is refused by read_imatrix
+            entries[name] = values / np.float32(n_calls) if n_calls else values
     n_chunks = integer()
     return Imatrix(path, entries, text(integer()), max(n_chunks, 0))
 

@@ -64,7 +64,7 @@ class Planned:
     def rows(self, start: int, stop: int) -> U8:
         """The bytes of rows start..stop: (stop - start, row_bytes). Raises UnsupportedModel for values the type cannot hold."""
         try:
-            with np.errstate(over="raise"):
+            with np.errstate(over="raise", invalid="ignore"):  # `encode` refuses what is no number
                 return self._encoded(start, stop)
         except FloatingPointError as error:
             source = next((tensor.name for tensor, _, _ in self._pieces(start, stop)), self.name)

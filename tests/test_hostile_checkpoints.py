@@ -13,6 +13,7 @@ import pickle
 import struct
 import time
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -367,4 +368,16 @@ def test_an_importance_matrix_that_ends_within_a_number_is_one_line(tmp_path: Pa
     name = b"blk.0.a.weight"
     path.write_bytes(struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii", 1, 2) + bytes(7))
     with pytest.raises(BadImatrix, match="ends within entry 1 of 1"):
+        read_imatrix(path)
+
+
+@pytest.mark.parametrize(
+    "word", [0x7F800001, 0x7FC00000, 0x7F800000], ids=["signalling", "no number", "infinite"]
+)
+def test_an_importance_matrix_of_no_numbers_is_one_line_without_warnings(word: int, tmp_path: Path) -> None:
+    path = tmp_path / "imatrix.dat"
+    name = b"blk.0.a.weight"
+    path.write_bytes(struct.pack("<ii", 1, len(name)) + name + struct.pack("<iiI", 2, 1, word))
+    with warnings.catch_warnings(), pytest.raises(BadImatrix, match="values that are not finite"):
+        warnings.simplefilter("error")
         read_imatrix(path)

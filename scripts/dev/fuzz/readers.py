@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def bounded(run: Callable[[bytes], None]) -> Callable[[bytes], None]:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
+    warnings.simplefilter("error", RuntimeWarning)  # numpy's, which would stand beside the one line
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     signal.signal(signal.SIGPROF, stop)
     return run_bounded
@@ -500,7 +502,10 @@ def run_weights(data: bytes) -> None:
         for weight in weights.values():
             expected(weight.check_type)
             if weight.n_rows > 0 and weight.n_cols <= 1 << 16:
-                expected(lambda w=weight: w.rows(w.n_rows - 1, w.n_rows))
+                with np.errstate(
+                    over="ignore", invalid="ignore"
+                ):  # as `plan` has it, which refuses such values
+                    expected(lambda w=weight: w.rows(w.n_rows - 1, w.n_rows))
                 expected(lambda w=weight: w.raw_rows(0, 1))
 
     expected(use)
