@@ -37,7 +37,7 @@ static void multiply(const Kernel & kernel, size_t n_out, size_t row_bytes, size
     uint8_t * rows = static_cast<uint8_t *>(std::aligned_alloc(64, n_rows * x_bytes));
     for (size_t r = 0; r < n_rows; ++r) kernel.format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
     for (size_t n = 1; n <= n_rows; ++n) {
-        kernel.multiply[n - 1]({weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n), 0, n_out});
+        kernel.multiply[n - 1]({weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n), 0, n_out});
         std::fwrite(out.data(), sizeof(float), n * n_out, stdout);
     }
     std::free(rows);

@@ -57,7 +57,7 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     uint8_t * rows = buffer.reserve(n_rows * x_bytes);
     Jobs jobs;
     jobs.prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows);
-    const Product product{weights.data(), row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n_rows), 0, n_out};
+    const Product product{weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n_rows), 0, n_out};
     jobs.multiply(*kernel, &product, 1);
     jobs.run(n_threads);
 }

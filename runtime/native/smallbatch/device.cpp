@@ -246,7 +246,7 @@ class Stream {
     Product product(const Tensor & weights, size_t matrix, const uint8_t * rows, int n_rows, float * out) const {
         const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
         const uint8_t * first = static_cast<const uint8_t *>(weights.data) + matrix * weights.nb[2];
-        return {first, weights.nb[1], n_in, rows, x_bytes_, out, n_out, n_rows, 0, n_out};
+        return {first, first + n_out * weights.nb[1], weights.nb[1], n_in, rows, x_bytes_, out, n_out, n_rows, 0, n_out};
     }
 
     const Tensor * x_ = nullptr;

@@ -66,6 +66,7 @@ constexpr Block block_of(Type type) {
 // Outputs begin .. end-1 of a product with n_rows rows.
 struct Product {
     const uint8_t * weights;  // (n_out, n_in) in blocks, rows contiguous; any alignment
+    const uint8_t * weights_end;  // behind the last row: what lies before it may be read
     size_t row_bytes;  // of one row of weights
     size_t n_in;  // a multiple of the type's block
     const uint8_t * x;  // (n_rows,) prepared rows, 64-byte aligned

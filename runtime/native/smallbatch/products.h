@@ -75,9 +75,10 @@ struct Quantised {
 
     // Where the two lanes of block i begin.
     static SMALLBATCH_INLINE uint8_t * lanes_of(size_t i, uint8_t * prepared) {
-        const size_t in_pack = i % pack_blocks, lane = in_pack % I::group * 4 + in_pack / I::group * 2;
-        return prepared + i / pack_blocks * pack_bytes + 4 * lane;
+        return prepared + i / pack_blocks * pack_bytes + 4 * lane_of(i % pack_blocks);
     }
+    // The first of them, of the i-th block of a pack.
+    static SMALLBATCH_INLINE size_t lane_of(size_t i) { return i % I::group * 4 + i / I::group * 2; }
 
     // Eight values at a time, on whatever vectors the instruction set has.
     using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
@@ -441,9 +442,9 @@ SMALLBATCH_INLINE void in_streams(const Product & p, F compute) {
 
 // Goes through the weights of N outputs side by side, a unit of blocks of each at a time: add(u, x, j, w) adds unit u of output j,
 // whose weights w[0] points at, and of as many outputs after it as are taken `together`, at w[1] and so on; x is where the first
-// prepared row has its x_bytes for that unit. Zeros stand for the blocks missing of the last unit: the rows have zeros there, too.
-template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, int N, class F>
-SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add) {
+// prepared row has its x_bytes for that unit. What is no whole unit in the end is left to add_rest(u, x, j, w, n_blocks).
+template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together, int N, class F, class Rest>
+SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add, Rest add_rest) {
     constexpr Block block = block_of(type);
     constexpr size_t unit_bytes = unit_blocks * block.n_bytes;
     const size_t n_blocks = p.n_in / block.n_values, n_units = n_blocks / unit_blocks, n_rest = n_blocks % unit_blocks;
@@ -464,16 +465,30 @@ SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], 
     }
     if (n_rest == 0) return;
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j += together) {
-        uint8_t rest[together][unit_bytes] = {};
-        const uint8_t * padded[together];
+    for (int j = 0; j < N; j += together) add_rest(n_units, x, j, w + j, n_rest);
+}
+
+// Adds n_blocks as a whole unit: zeros stand for the blocks that are missing. The rows have zeros there, too.
+template <Type type, size_t unit_blocks, int together, class F>
+SMALLBATCH_INLINE void add_filled_up(size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks, F add) {
+    constexpr size_t block_bytes = block_of(type).n_bytes;
+    uint8_t rest[together][unit_blocks * block_bytes] = {};
+    const uint8_t * filled_up[together];
 #pragma GCC unroll 2
-        for (int k = 0; k < together; ++k) {
-            memcpy(rest[k], w[j + k], n_rest * block.n_bytes);
-            padded[k] = rest[k];
-        }
-        add(n_units, x, j, padded);
+    for (int k = 0; k < together; ++k) {
+        memcpy(rest[k], w[k], n_blocks * block_bytes);
+        filled_up[k] = rest[k];
     }
+    add(u, x, j, filled_up);
+}
+
+// The same for products that have no better way.
+template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, int N, class F>
+SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add) {
+    each_unit<I, type, unit_blocks, x_bytes, together>(
+        p, outputs, add, [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks) SMALLBATCH_LAMBDA {
+            add_filled_up<type, unit_blocks, together>(u, x, j, w, n_blocks, add);
+        });
 }
 
 // Stores the sums of N streams of R rows, [j * R + r] of output j in row r: `one(i)` and `four(i, i1, i2, i3)` add up sums i over
@@ -524,9 +539,10 @@ struct QuantisedProduct {
     static constexpr size_t vector_bytes = Rows::vector_bytes, unit_bytes = Rows::pack_bytes * Unit::n_packs;  // of a row of x
     static constexpr int N = n_streams<I, W::has_minima ? 2 * R : R>();
 
-    // Adds one unit of weights to the sums of R rows; `x` and `x_sums` are where the first row's values for it begin.
+    // Adds one unit of weights to the sums of R rows; `x` and `x_sums` are where the first row's values for it begin. With `kept`,
+    // a mask of lanes, only those blocks count, whatever the others hold: there the rows have zeros.
     static SMALLBATCH_INLINE void add(const uint8_t * w, const uint8_t * x, const float * x_sums, size_t x_bytes,
-                                      typename I::floats * products, typename I::floats8 * minima) {
+                                      typename I::floats * products, typename I::floats8 * minima, const uint8_t * kept = nullptr) {
         const Unit unit{w};
         if constexpr (W::has_minima) {
 #pragma GCC unroll 8
@@ -538,7 +554,8 @@ struct QuantisedProduct {
         }
 #pragma GCC unroll 8
         for (int i = 0; i < Unit::n_packs; ++i) {
-            const Pack<I> pack = unit.pack(i);
+            Pack<I> pack = unit.pack(i);
+            if (kept != nullptr) pack.scale = I::masked(pack.scale, I::load_ints(kept));
             const uint8_t * x_pack = x + i * Rows::pack_bytes;
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -580,14 +597,30 @@ struct QuantisedProduct {
     }
 
     static void multiply(const Product & p) {
+        constexpr size_t weights_bytes = Unit::n_blocks * block_of(W::type).n_bytes;  // of a unit
         const float * x_sums = reinterpret_cast<const float *>(p.x + Rows::sums_offset(p.n_in));
+        alignas(64) int32_t kept[I::lanes] = {};
+        if constexpr (Unit::n_blocks > 1) {
+            for (size_t i = 0; i < p.n_in / k_block % Unit::n_blocks; ++i) {
+                const size_t lane = Rows::lane_of(i);
+                kept[lane] = kept[lane + 1] = -1;
+            }
+        }
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
             typename I::floats products[N * R] = {};
             typename I::floats8 minima[W::has_minima ? N * R : 1] = {};
-            each_unit<I, W::type, Unit::n_blocks, unit_bytes>(
-                p, outputs, [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
-                    add(w[0], x, x_sums + 8 * u, p.x_bytes, products + j * R, minima + j * R);
-                });
+            const auto add_unit = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
+                add(w[0], x, x_sums + 8 * u, p.x_bytes, products + j * R, minima + j * R);
+            };
+            // The last blocks of a row are read together with the first ones of the next, but for the last rows of all.
+            const auto add_rest = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n) SMALLBATCH_LAMBDA {
+                if (size_t(p.weights_end - w[0]) >= weights_bytes) {
+                    add(w[0], x, x_sums, p.x_bytes, products + j * R, minima + j * R, reinterpret_cast<const uint8_t *>(kept));
+                } else {
+                    add_filled_up<W::type, Unit::n_blocks, 1>(u, x, j, w, n, add_unit);
+                }
+            };
+            each_unit<I, W::type, Unit::n_blocks, unit_bytes, 1>(p, outputs, add_unit, add_rest);
             if constexpr (W::has_minima) {
                 store_differences<I, R>(p, outputs, products, minima);
             } else {

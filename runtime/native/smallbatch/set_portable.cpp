@@ -126,6 +126,12 @@ struct Portable {
     }
 
     // Floats
+    // x where the mask is -1, 0 where it is 0.
+    static floats masked(const floats & x, const ints & mask) {
+        floats result;
+        for (int i = 0; i < 4; ++i) result.v[i] = mask.v[i] != 0 ? x.v[i] : 0.0f;
+        return result;
+    }
     static floats to_floats(const ints & x) {
         floats result;
         for (int i = 0; i < 4; ++i) result.v[i] = float(x.v[i]);

@@ -66,6 +66,7 @@ struct Vectors256 : VectorsX86 {
     static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) {
         return _mm256_load_si256(reinterpret_cast<const __m256i *>(p));
     }
+    static SMALLBATCH_INLINE floats masked(floats x, ints mask) { return _mm256_and_ps(x, _mm256_castsi256_ps(mask)); }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm256_cvtepi32_ps(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return _mm256_load_ps(p); }
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm256_add_ps(x, y); }

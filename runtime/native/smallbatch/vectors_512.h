@@ -77,6 +77,7 @@ struct Vectors512 : VectorsX86 {
     static SMALLBATCH_INLINE ints negative(ints x) { return _mm512_sub_epi32(_mm512_setzero_si512(), x); }
     static SMALLBATCH_INLINE void store_ints(uint8_t * p, ints x) { _mm512_store_si512(p, x); }
     static SMALLBATCH_INLINE ints load_ints(const uint8_t * p) { return _mm512_load_si512(p); }
+    static SMALLBATCH_INLINE floats masked(floats x, ints mask) { return _mm512_and_ps(x, _mm512_castsi512_ps(mask)); }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return _mm512_cvtepi32_ps(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return _mm512_load_ps(p); }
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return _mm512_add_ps(x, y); }

@@ -85,6 +85,9 @@ struct Neon {
     }
     static SMALLBATCH_INLINE ints dot_signed(ints sum, const uint8_t * x, bytes w) { return dot(sum, x, w); }
 
+    static SMALLBATCH_INLINE floats masked(floats x, ints mask) {
+        return vreinterpretq_f32_s32(vandq_s32(vreinterpretq_s32_f32(x), mask));
+    }
     static SMALLBATCH_INLINE floats to_floats(ints x) { return vcvtq_f32_s32(x); }
     static SMALLBATCH_INLINE floats load(const float * p) { return vld1q_f32(p); }
     static SMALLBATCH_INLINE floats add(floats x, floats y) { return vaddq_f32(x, y); }
