@@ -1,8 +1,8 @@
 """The small-batch kernels: whether this process has them, and which weights of a model they take.
 
-Thin Python over runtime/native/smallbatch. Knows types and reasons; knows nothing of models or sessions. The device is
-registered at the first wish for it, never at import, and stays for the life of the process; it computes nothing but
-products with weights that were placed with it, and what follows on those (smallbatch/device.h).
+Thin Python over runtime/native/smallbatch. Knows types and reasons; knows nothing of models or sessions. The kernels join
+ggml's CPU backend at the first wish for them, never at import, and stay for the life of the process; they compute nothing but
+products with weights that were placed for them, and attention's with the rows of those (smallbatch/device.h).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _lock = threading.Lock()
 
 
 def problem() -> str | None:
-    """Why the kernels cannot be used in this process, or None; the first call registers their device.
+    """Why the kernels cannot be used in this process, or None; the first call lets them join.
 
     Raises:
         LibraryError: llama.cpp itself cannot be used.
 
     Example:
         >>> problem()                               # doctest: +SKIP
-        "ggml's CPU backend was built without OpenMP"
+        "ggml's CPU backend was built without repacking"
     """
     with _lock:
         return _register()
@@ -53,7 +53,7 @@ def kernel_set(type: Type | int) -> str | None:
 
 
 def types() -> frozenset[Type]:
-    """The weight types that have kernels on this processor; none where the device cannot be used."""
+    """The weight types that have kernels on this processor; none where they cannot be used."""
     if problem() is not None:
         return frozenset()
     return frozenset(t for t in Type if kernel_set(t) is not None)
@@ -61,7 +61,7 @@ def types() -> frozenset[Type]:
 
 @contextmanager
 def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[Type]]:
-    """While it lasts, models that this thread loads have their matrices of the `wanted` types placed with the device.
+    """While it lasts, models that this thread loads have their matrices of the `wanted` types placed for the kernels.
 
     The weights stay where they are (in the mapped file); matrices of other types go where llama.cpp puts them. Load with all layers on
     the CPU. Yields the types that are placed: none where `problem()` says why.
@@ -85,7 +85,7 @@ def placing(wanted: Collection[Type | int] | None = None) -> Iterator[frozenset[
 class Trial:
     """How long products with weights of one type took, a pass over all of them, in seconds, at each number of rows.
 
-    `ours_s` by the small-batch device, `stock_s` by llama.cpp's CPU backend with the weights repacked for it. The weights
+    `ours_s` by the small-batch kernels, `stock_s` by llama.cpp's own with the weights repacked for them. The weights
     were matrices of `shape` (values in, values out), `n_bytes` in all.
     """
 

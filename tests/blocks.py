@@ -99,13 +99,6 @@ def exact(type: T, weights: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.n
     return x64 @ w.T, step @ np.abs(w).T + rounding + 1e-37
 
 
-def exact_row_ops(x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    """x + y, x y, x over its root mean square (epsilon 1e-6) and silu(x) y, in float64; y may be one row."""
-    x64, y64 = x.astype(np.float64), y.astype(np.float64)
-    norm = x64 / np.sqrt((x64**2).mean(axis=1, keepdims=True) + 1e-6)
-    return [x64 + y64, x64 * y64, norm, x64 / (1 + np.exp(-x64)) * y64]
-
-
 def subnormal(values: np.ndarray) -> np.ndarray:
     """Those values that F32 has no full precision for; 0 for the others."""
     return np.where(np.abs(values) < 2.0**-126, values, 0)

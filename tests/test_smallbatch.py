@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blocks import TYPES, exact, exact_row_ops, extreme_rows, extreme_weights, n_values, random_weights
+from blocks import TYPES, exact, extreme_rows, extreme_weights, n_values, random_weights
 from gguf import GGMLQuantizationType as T
 
 from llama_sidecar.runtime import _native
@@ -21,15 +21,6 @@ PAIRS = [
     if _native.smallbatch_has_kernel(type, kernels)
 ]
 each_kernel = pytest.mark.parametrize("kernels, type", PAIRS, ids=lambda v: getattr(v, "name", v))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def team() -> None:
-    """Threads, where the machine has libgomp."""
-    try:
-        _native.smallbatch_bind_team(ctypes.CDLL("libgomp.so.1")._handle)
-    except OSError:
-        return
 
 
 def multiply(kernels: str, type: T, weights: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
@@ -114,58 +105,18 @@ def before_a_guard_page(data: np.ndarray) -> np.ndarray:
     return copy
 
 
-SETS_WITH_ROWS = [name for name in _native.smallbatch_sets() if name != "avx512-bf16"]
-
-
-def row_op(
-    name: int, x: np.ndarray, y: np.ndarray, *, set: str = "", threads: int = 1, epsilon: float = 1e-6
-) -> np.ndarray:
-    out = np.full_like(x, np.nan)
-    _native.smallbatch_row_op(name, x, y, out, parameter=epsilon, set=set, threads=threads)
-    return out
-
-
-@pytest.mark.parametrize("set", SETS_WITH_ROWS)
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 1152, 3584])
-@pytest.mark.parametrize("shared", [False, True], ids=["a row each", "one row for all"])
-def test_operations_on_rows(set: str, n: int, shared: bool) -> None:
-    """Right against float64, and a row's bits are the same alone and among eight, on one thread and on two."""
-    rng = np.random.default_rng(n)
-    x = (rng.standard_normal((8, n)) * rng.choice([0.01, 1, 30], (8, 1))).astype(np.float32)
-    y = rng.standard_normal((1 if shared else 8, n)).astype(np.float32)
-    for name, right in enumerate(exact_row_ops(x, y)):
-        found = row_op(name, x, y, set=set)
-        np.testing.assert_allclose(found, right, rtol=5e-7, atol=1e-30)
-        assert np.array_equal(found, row_op(name, x, y, set=set, threads=2))
-        for i in range(8):
-            assert np.array_equal(
-                found[i : i + 1], row_op(name, x[i : i + 1], y if shared else y[i : i + 1], set=set)
-            )
-
-
-@pytest.mark.parametrize("set", SETS_WITH_ROWS)
-def test_extreme_values_in_rows(set: str) -> None:
-    x = np.array([[0, -0.0, 1e-40, 87.5, -87.5, 1000, -1000, 3e38, -3e38, np.inf, np.nan]], np.float32)
-    found = row_op(3, x, np.ones_like(x), set=set)[0]
-    assert np.isnan(found[-1]) and found[-2] == np.inf
-    np.testing.assert_allclose(
-        found[:5], [0, 0, 5e-41, 87.5, -87.5 / (1 + np.exp(87.5))], rtol=1e-6, atol=1e-36
-    )
-    assert found[5:9].tolist() == [1000, 0, np.float32(3e38), 0]
-    assert np.isnan(row_op(2, x, x, set=set)).all()
-    assert np.array_equal(row_op(2, x[:, :2], x[:, :2], set=set), np.zeros((1, 2), np.float32))
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    x = np.zeros((2, 4), np.float32)
-    for name, y, out in (
-        (4, x, x),
-        (0, x[:, :3].copy(), x),
-        (0, np.zeros((3, 4), np.float32), x),
-        (0, x, x[:1].copy()),
-    ):
-        with pytest.raises(ValueError, match="operation"):
-            _native.smallbatch_row_op(name, x, y, out)
+@each_kernel
+@pytest.mark.parametrize("n_blocks", [1, 3, 5, 9, 12])
+def test_what_follows_a_row_does_not_show_in_it(kernels: str, type: T, n_blocks: int) -> None:
+    """Blocks of the next row may be read along, whatever they hold; behind the last row nothing is. Its bits are the same."""
+    rng, n_in = np.random.default_rng(n_blocks), n_values(type, n_blocks)
+    weights = random_weights(rng, type, 9, n_in)
+    x = rng.standard_normal((8, n_in)).astype(np.float32)
+    among = multiply(kernels, type, weights, x)
+    for i in range(len(weights)):
+        assert (multiply(kernels, type, weights[: i + 1], x)[:, i] == among[:, i]).all()
+    weights[1::2] = 0xFF  # no numbers, in every type but those of codes alone
+    assert (multiply(kernels, type, weights, x)[:, ::2] == among[:, ::2]).all()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -242,6 +242,24 @@ def test_a_type_that_is_not_wanted_is_not_placed(file_of: Any) -> None:
     other.close()
 
 
+def test_types_of_which_one_is_repacked(pair: models.Pair) -> None:
+    """Products with what llama.cpp has repacked stay its own, wherever their rows come from."""
+    path = pair.main.with_name("mixed.gguf")
+    params = llama().llama_model_quantize_default_params()
+    params.ftype, params.nthread = FILE_TYPES["Q8_0"], 1
+    params.output_tensor_type = params.token_embedding_type = int(T.Q4_0)
+    assert (
+        llama().llama_model_quantize(str(pair.main).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    )
+    assert {t.type for t in read_header(path).tensors.values()} >= {T.Q8_0, T.Q4_0}
+    ours, stock = open_weights(path, [T.Q8_0]), open_weights(path, [])
+    for widths in ([1], [4]):
+        found, wanted = logits(ours, widths).ravel(), logits(stock, widths).ravel()
+        assert np.corrcoef(found, wanted)[0, 1] > 0.99
+    ours.close()
+    stock.close()
+
+
 def test_what_another_thread_loads_meanwhile_is_not_placed(file_of: Any) -> None:
     path = file_of("Q8_0")
     with kernels.placing(), ThreadPoolExecutor(1) as pool:

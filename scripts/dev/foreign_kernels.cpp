@@ -1,7 +1,6 @@
 // Runs one kernel set: built for another processor and run in an emulator by foreign_kernels.py. F32 on standard input and output.
-//     sets                                                     each set, whether it has operations on rows, its types
+//     sets                                                     each set, its types
 //     multiply SET TYPE N_OUT ROW_BYTES N_IN N_ROWS            weights and rows in; (rows, N_OUT) out for 1 .. N_ROWS rows
-//     row_op SET OP N N_ROWS                                   x and y in; op(x, y) out
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +15,7 @@ static void list_sets() {
     const KernelSet * sets = kernel_sets(n_sets);
     for (size_t i = 0; i < n_sets; ++i) {
         if (!sets[i].runs_here()) continue;
-        std::printf("%s %s", sets[i].name, sets[i].row_ops != nullptr ? "yes" : "no");
+        std::printf("%s", sets[i].name);
         for (size_t k = 0; k < sets[i].n_kernels; ++k) std::printf(" %d", int(sets[i].kernels[k].type));
         std::printf("\n");
     }
@@ -37,17 +36,11 @@ static void multiply(const Kernel & kernel, size_t n_out, size_t row_bytes, size
     uint8_t * rows = static_cast<uint8_t *>(std::aligned_alloc(64, n_rows * x_bytes));
     for (size_t r = 0; r < n_rows; ++r) kernel.format.prepare(x.data() + r * n_in, n_in, rows + r * x_bytes);
     for (size_t n = 1; n <= n_rows; ++n) {
-        kernel.multiply[n - 1]({weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n), 0, n_out});
+        kernel.multiply[n - 1]({weights.data(), weights.data() + weights.size(), row_bytes, n_in, rows, x_bytes, out.data(), n_out,
+                                int(n), 0, n_out});
         std::fwrite(out.data(), sizeof(float), n * n_out, stdout);
     }
     std::free(rows);
-}
-
-static void apply(RowOp op, size_t n, size_t n_rows) {
-    const auto x = read<float>(n_rows * n), y = read<float>(n_rows * n);
-    std::vector<float> out(n_rows * n);
-    for (size_t i = 0; i < out.size(); i += n) op(x.data() + i, y.data() + i, out.data() + i, n, 1e-6f);
-    std::fwrite(out.data(), sizeof(float), out.size(), stdout);
 }
 
 int main(int argc, char ** argv) {
@@ -61,12 +54,6 @@ int main(int argc, char ** argv) {
         const Kernel * kernel = find_kernel(Type(number(3)), argv[2]);
         if (kernel == nullptr) return 1;
         multiply(*kernel, number(4), number(5), number(6), number(7));
-        return 0;
-    }
-    if (is("row_op", 6)) {
-        const RowOp * ops = find_row_ops(argv[2]);
-        if (ops == nullptr || number(3) >= n_row_ops) return 1;
-        apply(ops[number(3)], number(4), number(5));
         return 0;
     }
     return 1;

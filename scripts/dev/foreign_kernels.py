@@ -25,7 +25,6 @@ from blocks import (  # noqa: E402
     TYPES,
     T,
     exact,
-    exact_row_ops,
     extreme_rows,
     extreme_weights,
     n_values,
@@ -42,15 +41,12 @@ def command(compiler: str, emulator: str) -> None:
         driver = Driver(emulator, build(compiler, Path(folder)))
         sets = {name: rest for name, *rest in map(str.split, driver.run("sets").decode().splitlines())}
         print("sets:", ", ".join(sets))
-        for name, (has_row_ops, *numbers) in sets.items():
+        for name, numbers in sets.items():
             for type in (type for type in TYPES if str(type.value) in numbers):
                 worst = max(check_products(driver, name, type))
                 print(
                     f"{name} {type.name}: widths equal, error at most {worst:.2f} of what may be", flush=True
                 )
-            if has_row_ops == "yes":
-                check_row_ops(driver, name)
-                print(f"{name}: operations on rows right, alone and among others", flush=True)
 
 
 class Driver:
@@ -72,10 +68,6 @@ class Driver:
         )
         ends = np.cumsum(np.arange(1, n_rows + 1)) * n_out
         return [part.reshape(-1, n_out) for part in np.split(out, ends[:-1])]
-
-    def row_op(self, name: str, op: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        data = self.run("row_op", name, op, x.shape[1], len(x), data=x.tobytes() + y.tobytes())
-        return np.frombuffer(data, np.float32).reshape(x.shape)
 
 
 def check_products(driver: Driver, name: str, type: T) -> Iterator[float]:
@@ -99,16 +91,6 @@ def check_products(driver: Driver, name: str, type: T) -> Iterator[float]:
     for n_out in (1, 2, 3, 6):
         for rows in driver.multiply(name, type, weights[:n_out], x):
             assert (rows == whole[: len(rows), :n_out]).all(), (name, type.name, n_out, len(rows))
-
-
-def check_row_ops(driver: Driver, name: str) -> None:
-    for n in (1, 15, 16, 17, 1152):
-        rng = np.random.default_rng(n)
-        x, y = np.float32(rng.standard_normal((2, MAX_ROWS, n)))
-        for op, right in enumerate(exact_row_ops(x, y)):
-            found = driver.row_op(name, op, x, y)
-            np.testing.assert_allclose(found, right, rtol=5e-7, atol=1e-30)
-            assert (driver.row_op(name, op, x[3:4], y[3:4]) == found[3]).all(), (name, op, n)
 
 
 def build(compiler: str, folder: Path) -> Path:

@@ -6,6 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -15,7 +18,7 @@
 #include "device.h"
 #include "huge_pages.h"
 #include "kernels.h"
-#include "team.h"
+#include "shares.h"
 #include "trial.h"
 
 namespace nb = nanobind;
@@ -53,13 +56,15 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
         throw std::invalid_argument("set '" + set + "' has no kernel for type " + std::to_string(type));
     nb::gil_scoped_release release;
     const size_t x_bytes = kernel->format.n_bytes(n_in);
-    RowBuffer buffer;
-    uint8_t * rows = buffer.reserve(n_rows * x_bytes);
-    Jobs jobs;
-    jobs.prepare(*kernel, {reinterpret_cast<const uint8_t *>(x.data()), n_in, n_rows, 1, 4 * n_in, 0}, rows);
-    const Product product{weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows, x_bytes, out.data(), n_out, int(n_rows), 0, n_out};
-    jobs.multiply(*kernel, &product, 1);
-    jobs.run(n_threads);
+    const std::unique_ptr<uint8_t, void (*)(void *)> rows(
+        static_cast<uint8_t *>(std::aligned_alloc(64, n_rows * x_bytes)), std::free);
+    if (!rows) throw std::bad_alloc();
+    for (size_t i = 0; i < n_rows; ++i) kernel->format.prepare(x.data() + i * n_in, n_in, rows.get() + i * x_bytes);
+    share(n_out, n_threads, [&](size_t begin, size_t end) {
+        if (begin == end) return;
+        kernel->multiply[n_rows - 1]({weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows.get(), x_bytes,
+                                      out.data(), n_out, int(n_rows), begin, end});
+    });
 }
 
 }  // namespace
@@ -70,9 +75,6 @@ void bind_smallbatch(nb::module_ & m) {
         "smallbatch_has_kernel",
         [](int32_t type, const std::string & set) { return find_kernel(Type(type), set.c_str()) != nullptr; }, "type"_a,
         "set"_a);
-    m.def(
-        "smallbatch_bind_team", [](uintptr_t handle) { return bind_team(reinterpret_cast<void *>(handle)); },
-        "handle"_a, "Takes the OpenMP runtime of the library with this dlopen handle; False when it has none.");
     m.def(
         "smallbatch_register",
         [](uintptr_t handle) -> std::optional<std::string> {
@@ -98,22 +100,9 @@ void bind_smallbatch(nb::module_ & m) {
           "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type "
           "`type`.");
     m.def(
-        "smallbatch_row_op",
-        [](int name, Rows x, Rows y, Out out, float parameter, const std::string & set, int n_threads) {
-            const RowOp * ops = find_row_ops(set.empty() ? nullptr : set.c_str());
-            const size_t n_rows = x.shape(0), n = x.shape(1);
-            if (ops == nullptr || name < 0 || name >= n_row_ops || y.shape(1) != n || out.shape(1) != n ||
-                out.shape(0) != n_rows || (y.shape(0) != n_rows && y.shape(0) != 1)) {
-                throw std::invalid_argument("operation " + std::to_string(name) + " of set '" + set + "' on such rows");
-            }
-            nb::gil_scoped_release release;
-            Jobs jobs;
-            jobs.apply({ops[name], x.data(), y.data(), out.data(), n, n_rows, 4 * n, y.shape(0) == 1 ? 0 : 4 * n, 4 * n, parameter});
-            jobs.run(n_threads);
-        },
-        "name"_a, "x"_a, "y"_a, "out"_a, "parameter"_a = 0.0f, "set"_a = "", "threads"_a = 1,
-        "out (n_rows, n) = op(x, y), where op is 0: x + y, 1: x y, 2: x over its root mean square (`parameter` is epsilon), "
-        "3: silu(x) y; y may be one row.");
+        "smallbatch_takes",
+        [](uintptr_t op) { return takes_product(*reinterpret_cast<const ggml::Tensor *>(op)); }, "op"_a,
+        "For tests: whether the operation at this address is computed by the small-batch kernels.");
     m.def(
         "smallbatch_read",
         [](nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes, int n_threads) {

@@ -1,10 +1,12 @@
-// The small-batch kernels as a ggml device of type ACCEL, which llama.cpp's scheduler uses by itself.
+// The small-batch kernels for llama.cpp: which weights they get, and which products they compute.
 //
-// The device computes products of 1 to 8 rows with weights that lie in a buffer type of its own (ordinary host memory, mapped files
-// included), attention's products with the rows that come of them, and the operations on rows that stand between two of them.
-// Everything else, longer prompts too, stays with the CPU backend, which reads the same memory.
-// Weights come to lie there only when a model is loaded on a thread that is *placing*; for any other load the device
-// shows the CPU's buffer type, so that nothing is placed and nothing is computed here.
+// Weights for them lie in a buffer type of their own (ordinary host memory, mapped files included), and the CPU backend computes
+// products of 1 to 8 rows with those by them (graph_products.h), and attention's products with the rows that come of such.
+// Everything else, longer prompts too, it computes as ever, from the same memory.
+//
+// llama.cpp's loader asks devices where weights may lie; so there is a device, of type ACCEL, that has this buffer type and
+// computes nothing. Weights come to lie there only when a model is loaded on a thread that is *placing*; for any other load it
+// shows the CPU's buffer type, so that nothing is placed, and no product is taken.
 //
 // ggml has no way to take a device back: once registered it stays, in every context made from then on.
 #pragma once
@@ -14,11 +16,12 @@
 #include <vector>
 
 #include "ggml_abi.h"
+#include "kernels.h"
 
 namespace sidecar::smallbatch {
 
 // Registers the device with the library that has this dlopen handle, once; later calls repeat the first one's answer.
-// Returns why that is not possible (too old a processor, a ggml that differs from the tested one, no OpenMP), or nothing.
+// Returns why that is not possible (too old a processor, a ggml that differs from the tested one), or nothing.
 // Not thread-safe, against itself and against contexts being made.
 std::string register_device(void * handle);
 
@@ -36,5 +39,12 @@ void set_placing(const std::vector<int32_t> & types);
 ggml::Device * registered_device();
 ggml::BufferType * weights_buffer_type();
 const ggml::Library & bound_library();
+
+// Whether the small-batch kernels compute this operation.
+bool takes_product(const ggml::Tensor & op);
+// Of an operation taken, whether it is a product by expert.
+bool is_by_id(const ggml::Tensor & op);
+// What the products of this type run on now; null: nothing.
+const Kernel * kernel_in_use(int32_t type);
 
 }  // namespace sidecar::smallbatch

@@ -32,8 +32,6 @@ std::string resolve(void * handle, Library & library) {
     find(library.buffer_usage, "ggml_backend_buffer_get_usage");
     find(library.buffer_set_usage, "ggml_backend_buffer_set_usage");
     find(library.buffer_free, "ggml_backend_buffer_free");
-    find(library.graph_n_nodes, "ggml_graph_n_nodes");
-    find(library.graph_node, "ggml_graph_node");
     find(library.init, "ggml_init");
     find(library.free, "ggml_free");
     find(library.new_tensor_2d, "ggml_new_tensor_2d");

@@ -1,6 +1,7 @@
-// The parts of ggml's binary interface that a device needs and that no installed header declares: the tables of
-// functions behind devices, backends and buffers, and the tensor. The layouts follow ggml 0.25.3 (ggml.h, ggml-backend.h
-// and src/ggml-backend-impl.h); mismatch() compares them with the library that is loaded, and must come before any use.
+// The parts of ggml's binary interface that are needed and that no installed header declares: the tables of functions behind
+// devices, backends and buffers, what the CPU backend asks buffer types that repack, and the tensor. The layouts follow ggml
+// 0.25.3 (ggml.h, ggml-backend.h, src/ggml-backend-impl.h, src/ggml-cpu/ggml-cpu-impl.h and traits.h); mismatch() compares them
+// with the library that is loaded, and must come before any use.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,6 @@ enum DeviceType : int32_t { device_cpu = 0, device_accelerator = 3 };
 enum Usage : int32_t { usage_any = 0, usage_weights = 1 };
 enum Status : int32_t { status_success = 0, status_alloc_failed = -2, status_failed = -1 };
 constexpr int32_t type_f32 = 0, type_i32 = 26;
-constexpr int32_t flag_compute = 16;  // a node without it is not to be computed
-constexpr int32_t glu_swiglu = 2;       // op_params[0] of a GLU: silu(x) y; op_params[1] says whether x and y change places
 constexpr int32_t hint_hadamard = 1;  // op_params[1] of a product whose weights are a Hadamard matrix
 
 struct Tensor;
@@ -28,6 +27,9 @@ struct Device;
 struct Registry;
 struct Graph;
 struct Context;
+struct ThreadPool;
+struct Traits;
+struct ExtraBuffers;
 using Unused = void (*)();  // a table entry that is optional and stays null
 
 struct BufferTypeTable {
@@ -124,6 +126,33 @@ struct Tensor {
     char padding[8];
 };
 
+// What each thread of the CPU backend computes an operation with.
+struct ComputeParams {
+    int i_thread, n_threads;
+    size_t n_bytes;  // of
+    void * memory;   // for all threads together, as much as the graph's operations asked for
+    ThreadPool * pool;
+};
+
+// C++ objects of the CPU backend, as compilers but Microsoft's lay them out: a pointer to the virtual functions, of which the first
+// two are destructors.
+struct TraitsMethods {
+    Unused destroy, destroy_and_free;
+    bool (*work_size)(Traits *, int n_threads, const Tensor *, size_t & n_bytes);
+    bool (*compute)(Traits *, ComputeParams *, Tensor *);
+};
+struct Traits {
+    const TraitsMethods * methods;
+};
+struct ExtraBuffersMethods {
+    Unused destroy, destroy_and_free;
+    bool (*supports_op)(ExtraBuffers *, Device *, const Tensor *);
+    Traits * (*traits_of)(ExtraBuffers *, const Tensor *);
+};
+struct ExtraBuffers {  // the context of a buffer type that repacks
+    const ExtraBuffersMethods * methods;
+};
+
 struct InitOptions {
     size_t n_bytes;
     void * memory;
@@ -152,8 +181,6 @@ struct Library {
     int32_t (*buffer_usage)(Buffer *);
     void (*buffer_set_usage)(Buffer *, int32_t);
     void (*buffer_free)(Buffer *);
-    int (*graph_n_nodes)(Graph *);
-    Tensor * (*graph_node)(Graph *, int);
     Context * (*init)(InitOptions);
     void (*free)(Context *);
     Tensor * (*new_tensor_2d)(Context *, int32_t type, int64_t, int64_t);

@@ -42,7 +42,7 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
          },
-         avx512_bf16_kernels.first, avx512_bf16_kernels.n, avx512_bf16_kernels.row_ops},
+         avx512_bf16_kernels.first, avx512_bf16_kernels.n},
 #endif
 #ifdef SMALLBATCH_AVX512_VNNI
         {"avx512-vnni",
@@ -50,7 +50,7 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
          },
-         avx512_vnni_kernels.first, avx512_vnni_kernels.n, avx512_vnni_kernels.row_ops},
+         avx512_vnni_kernels.first, avx512_vnni_kernels.n},
 #endif
 #ifdef SMALLBATCH_AVX_VNNI
         {"avx-vnni",
@@ -58,22 +58,22 @@ const KernelSet * kernel_sets(size_t & n_sets) {
              return __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
          },
-         avx_vnni_kernels.first, avx_vnni_kernels.n, avx_vnni_kernels.row_ops},
+         avx_vnni_kernels.first, avx_vnni_kernels.n},
 #endif
 #ifdef SMALLBATCH_AVX2
         {"avx2",
          [] {
              return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
          },
-         avx2_kernels.first, avx2_kernels.n, avx2_kernels.row_ops},
+         avx2_kernels.first, avx2_kernels.n},
 #endif
 #ifdef SMALLBATCH_NEON_I8MM
-        {"neon-i8mm", has_i8mm, neon_i8mm_kernels.first, neon_i8mm_kernels.n, neon_i8mm_kernels.row_ops},
+        {"neon-i8mm", has_i8mm, neon_i8mm_kernels.first, neon_i8mm_kernels.n},
 #endif
 #ifdef SMALLBATCH_NEON_DOTPROD
-        {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n, neon_dotprod_kernels.row_ops},
+        {"neon-dotprod", has_dotprod, neon_dotprod_kernels.first, neon_dotprod_kernels.n},
 #endif
-        {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n, portable_kernels.row_ops},
+        {"portable", [] { return true; }, portable_kernels.first, portable_kernels.n},
     };
     n_sets = sizeof sets / sizeof sets[0];
     return sets;
@@ -87,16 +87,6 @@ const Kernel * find_kernel(Type type, const char * set_name) {
         for (const Kernel * kernel = set->kernels; kernel != set->kernels + set->n_kernels; ++kernel) {
             if (kernel->type == type) return kernel;
         }
-    }
-    return nullptr;
-}
-
-const RowOp * find_row_ops(const char * set_name) {
-    size_t n_sets;
-    const KernelSet * sets = kernel_sets(n_sets);
-    for (const KernelSet * set = sets; set != sets + n_sets; ++set) {
-        if (!set->runs_here() || set->row_ops == nullptr) continue;
-        if (set_name == nullptr || std::strcmp(set->name, set_name) == 0) return set->row_ops;
     }
     return nullptr;
 }

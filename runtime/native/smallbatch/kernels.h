@@ -1,4 +1,4 @@
-// Matrix products of 1 to 8 rows, out(r, o) = sum over i of weights(o, i) * x(r, i), and what often stands between two of them.
+// Matrix products of 1 to 8 rows, out(r, o) = sum over i of weights(o, i) * x(r, i).
 // Pure C++, knows nothing of ggml but its block layouts.
 //
 // A row of x is prepared once (quantised, or rounded to BF16) and then serves every product with weights of the same
@@ -94,18 +94,12 @@ struct Kernel {
     Multiply multiply[max_rows];
 };
 
-// What often stands between two products, row by row: out = op(x, y), n values each; out may be x or y.
-enum RowOpName { row_add, row_multiply, row_rms_norm, row_swiglu, n_row_ops };
-// `parameter` is rms_norm's epsilon, which has no y.
-using RowOp = void (*)(const float * x, const float * y, float * out, size_t n, float parameter);
-
 // The kernels of one instruction set, and where they run.
 struct KernelSet {
     const char * name;
     bool (*runs_here)();
     const Kernel * kernels;
     size_t n_kernels;
-    const RowOp * row_ops;  // (n_row_ops,), or null
 };
 
 // All sets compiled in, fastest first. The last is portable C++ and runs anywhere.
@@ -113,9 +107,6 @@ const KernelSet * kernel_sets(size_t & n_sets);
 
 // The kernel for `type` in the named set, or with no name in the fastest set that runs here; null where there is none.
 const Kernel * find_kernel(Type type, const char * set_name = nullptr);
-
-// The operations on rows (n_row_ops,) of the named set, or of the fastest that runs here and has them.
-const RowOp * find_row_ops(const char * set_name = nullptr);
 
 // The name of the set that a kernel belongs to.
 const char * set_of(const Kernel & kernel);

@@ -1,6 +1,5 @@
 // AVX2 without VNNI: the dot product goes through 16 bits, which cannot saturate: codes are below 64, and of signed weights
 // it takes |weights| times x with the weights' signs (63 * 127 * 2 and 128 * 127 * 2 are below 2^15).
-#include "row_ops.h"
 #include "vectors_256.h"
 
 namespace sidecar::smallbatch {
@@ -23,6 +22,6 @@ struct Avx2 : Vectors256 {
 
 }  // namespace
 
-const Kernels avx2_kernels = {All<Avx2>::kernels, All<Avx2>::n_kernels, RowVectors::all};
+const Kernels avx2_kernels = {All<Avx2>::kernels, All<Avx2>::n_kernels};
 
 }  // namespace sidecar::smallbatch

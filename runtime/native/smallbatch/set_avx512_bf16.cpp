@@ -58,6 +58,6 @@ constexpr Kernel kernels[] = {
 
 }  // namespace
 
-const Kernels avx512_bf16_kernels = {kernels, sizeof kernels / sizeof kernels[0], nullptr};
+const Kernels avx512_bf16_kernels = {kernels, sizeof kernels / sizeof kernels[0]};
 
 }  // namespace sidecar::smallbatch

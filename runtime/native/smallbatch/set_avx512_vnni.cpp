@@ -1,5 +1,4 @@
 // AVX512-VNNI: sums of four products of unsigned and signed bytes.
-#include "row_ops.h"
 #include "vectors_512.h"
 
 namespace sidecar::smallbatch {
@@ -17,6 +16,6 @@ struct Avx512Vnni : Vectors512 {
 
 }  // namespace
 
-const Kernels avx512_vnni_kernels = {All<Avx512Vnni>::kernels, All<Avx512Vnni>::n_kernels, RowVectors::all};
+const Kernels avx512_vnni_kernels = {All<Avx512Vnni>::kernels, All<Avx512Vnni>::n_kernels};
 
 }  // namespace sidecar::smallbatch

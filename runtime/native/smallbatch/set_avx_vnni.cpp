@@ -1,5 +1,4 @@
 // AVX-VNNI (256 bits; Alder Lake, Zen 5 and later): sums of four products of unsigned and signed bytes.
-#include "row_ops.h"
 #include "vectors_256.h"
 
 namespace sidecar::smallbatch {
@@ -17,6 +16,6 @@ struct AvxVnni : Vectors256 {
 
 }  // namespace
 
-const Kernels avx_vnni_kernels = {All<AvxVnni>::kernels, All<AvxVnni>::n_kernels, RowVectors::all};
+const Kernels avx_vnni_kernels = {All<AvxVnni>::kernels, All<AvxVnni>::n_kernels};
 
 }  // namespace sidecar::smallbatch

@@ -136,6 +136,6 @@ constexpr Kernel kernels[] = {paired<Q8_0>(), paired<Q4_0>(), paired<Q5_0>(),   
 
 }  // namespace
 
-const Kernels neon_i8mm_kernels = {kernels, sizeof kernels / sizeof kernels[0], nullptr};
+const Kernels neon_i8mm_kernels = {kernels, sizeof kernels / sizeof kernels[0]};
 
 }  // namespace sidecar::smallbatch

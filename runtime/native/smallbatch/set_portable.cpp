@@ -1,6 +1,5 @@
 // Plain C++: runs anywhere, and shows what each vector operation means. Too slow to be offered as a device.
 #include "products.h"
-#include "row_ops.h"
 
 namespace sidecar::smallbatch {
 namespace {
@@ -247,6 +246,6 @@ struct Portable {
 
 }  // namespace
 
-const Kernels portable_kernels = {All<Portable>::kernels, All<Portable>::n_kernels, RowVectors::all};
+const Kernels portable_kernels = {All<Portable>::kernels, All<Portable>::n_kernels};
 
 }  // namespace sidecar::smallbatch

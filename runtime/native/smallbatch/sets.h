@@ -8,7 +8,6 @@ namespace sidecar::smallbatch {
 struct Kernels {
     const Kernel * first;
     size_t n;
-    const RowOp * row_ops;  // (n_row_ops,), or null
 };
 
 extern const Kernels avx512_bf16_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, neon_i8mm_kernels,

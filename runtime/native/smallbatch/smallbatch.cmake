@@ -18,7 +18,8 @@ function(add_kernel_set name)
     endif()
 endfunction()
 
-set(smallbatch_rest smallbatch/device.cpp smallbatch/ggml_abi.cpp smallbatch/huge_pages.cpp smallbatch/kernels.cpp smallbatch/team.cpp smallbatch/trial.cpp)
+set(smallbatch_rest smallbatch/device.cpp smallbatch/ggml_abi.cpp smallbatch/graph_products.cpp
+    smallbatch/huge_pages.cpp smallbatch/kernels.cpp smallbatch/trial.cpp)
 set_source_files_properties(${smallbatch_rest} PROPERTIES COMPILE_OPTIONS ${SMALLBATCH_OPTIMIZATION})
 target_sources(_native PRIVATE ${smallbatch_rest} smallbatch/bindings.cpp)
 add_kernel_set(portable)

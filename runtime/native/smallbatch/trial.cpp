@@ -1,13 +1,16 @@
 #include "trial.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <stdexcept>
 #include <utility>
 
 #include "device.h"
+#include "shares.h"
 
 namespace sidecar::smallbatch {
 
@@ -66,7 +69,6 @@ class Contestant {
     Contestant(const Library & lib, const Trial & trial, const std::vector<int> & n_rows, bool ours) : lib_(lib) {
         Device * cpu = lib.device_by_type(device_cpu);
         cpu_ = make_backend(lib, cpu, trial.n_threads);
-        if (ours) device_ = make_backend(lib, registered_device(), trial.n_threads);
         add_weights(trial, ours ? weights_buffer_type() : stock_buffer_type(lib, cpu, trial));
         for (int n : n_rows) add_pass(trial.n_in, n);
     }
@@ -117,9 +119,8 @@ class Contestant {
         }
         for (size_t i = 0; i < weights_.size(); ++i) {
             Tensor * input = inputs[i / 2];
-            if (i % 2 == 0) add(cpu_.get(), input, device_ != nullptr || i == 0);
-            Tensor * product = lib_.mul_mat(context.get(), weights_[i], input);
-            add(device_ != nullptr ? device_.get() : cpu_.get(), product, device_ != nullptr && i % 2 == 0);
+            if (i % 2 == 0) add(cpu_.get(), input, i == 0);
+            add(cpu_.get(), lib_.mul_mat(context.get(), weights_[i], input), false);
         }
         BufferPtr buffer(made(lib_.alloc_tensors(context.get(), lib_.cpu_buffer_type())));
         const std::vector<float> ones(size_t(n_in * n_rows), 1.0f);
@@ -128,7 +129,7 @@ class Contestant {
     }
 
     const Library & lib_;
-    BackendPtr cpu_, device_;
+    BackendPtr cpu_;
     ContextPtr context_;
     BufferPtr buffer_;
     std::vector<Tensor *> weights_;
@@ -136,6 +137,26 @@ class Contestant {
 };
 
 }  // namespace
+
+uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads) {
+    using Words = uint64_t __attribute__((vector_size(16)));
+    constexpr size_t n_streams = 4, line = 64, part = n_streams * line;
+    std::atomic<uint64_t> total{0};
+    share(n_bytes / part, n_threads, [&](size_t begin, size_t end) {
+        Words sum = {};
+        for (size_t i = 0; i < end - begin; ++i) {
+            for (size_t j = 0; j < n_streams; ++j) {
+                const uint8_t * p = bytes + begin * part + (j * (end - begin) + i) * line;
+                __builtin_prefetch(p + 2048);
+                Words words[4];
+                std::memcpy(words, p, sizeof words);
+                sum ^= (words[0] ^ words[1]) ^ (words[2] ^ words[3]);
+            }
+        }
+        total ^= sum[0] ^ sum[1];
+    });
+    return total;
+}
 
 Times run_trial(const Trial & trial, const std::vector<int> & n_rows) {
     Contestant ours(bound_library(), trial, n_rows, true), stock(bound_library(), trial, n_rows, false);

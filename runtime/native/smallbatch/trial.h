@@ -1,7 +1,7 @@
 // How long products take here and on the CPU backend, on made-up weights: what the choice between the two rests on.
 //
-// A pass is what a decode is: something small on the CPU backend, then two products of its result, and so on. For the CPU
-// backend all of it is one graph. The device's products are graphs of their own, which costs small models more than it gains.
+// A pass is what a decode is: one graph of the CPU backend with something small, then two products of its result, and so on. What
+// the products run on depends on where the weights lie alone.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,16 @@ struct Trial {
 
 // Seconds of the fastest pass over all matrices, for each number of rows.
 struct Times {
-    std::vector<double> ours;   // by the device
-    std::vector<double> stock;  // by the CPU backend alone
+    std::vector<double> ours;   // by the small-batch kernels
+    std::vector<double> stock;  // by llama.cpp's own
 };
 
 // Passes of both in turns, so that whatever slows the machine slows both. Needs a registered device; throws
 // std::runtime_error where ggml refuses.
 Times run_trial(const Trial & trial, const std::vector<int> & n_rows);
+
+// Reads n_bytes (a multiple of 256) and does nothing else: as fast as this memory can be read by so many threads.
+// Returns the exclusive or of all words, so that nothing can be left out.
+uint64_t read_all(const uint8_t * bytes, size_t n_bytes, int n_threads);
 
 }  // namespace sidecar::smallbatch
