@@ -1,10 +1,12 @@
-"""Which architectures compute attention and gated-delta heads of which form, where llama.cpp asserts it at the first token.
+"""Which architectures compute attention and delta layers of which form, where llama.cpp asserts it at the first token.
 
-Names of architectures and nothing else (facts: the assertions in llama.cpp's src/models/*.cpp). An architecture that is new or in
+Names of architectures, and how often their layers have a window (facts: the assertions in llama.cpp's src/models/*.cpp). An architecture that is new or in
 no list is not checked for that form.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 # Keys and values of a head have one length.
 EQUAL_LENGTHS = frozenset({
@@ -32,6 +34,9 @@ ROTATED_WHOLE = frozenset({
 
 GATED_DELTA = frozenset({"qwen35", "qwen35moe", "qwen3next", "qwen4exp"})
 
+# The decay of Kimi's delta layers has a lower bound, and no layers without one are computed.
+BOUNDED_DECAY = frozenset({"bailingmoe3"})
+
 # No position is rotated; elsewhere ggml's rotation of no dimensions never ends.
 UNROTATED = frozenset({
     "arwkv7", "bloom", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear", "glm5-next", "mamba", "mamba2", "mpt",
@@ -40,3 +45,15 @@ UNROTATED = frozenset({
 
 # Rotary positions always have sections.
 SECTIONED = frozenset({"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp"})
+
+# Some layers attend to a window alone: all but every so many, where no key says which; 0: a key must. Where the first of so many
+# is the one without, two layers are the least.
+WINDOW_PERIODS: Mapping[str, int] = {
+    "afmoe": 4, "cohere2": 4, "cohere2moe": 4, "dflash": 0, "dots3note": 0, "exaone-moe": 4, "gemma2": 2, "gemma3": 6, "gemma3n": 5,
+    "gemma4": 0, "gemma4-assistant": 0, "gemma-embedding": 6, "gpt-oss": 2, "granite_swa": 0, "laguna": 4, "maple": 0, "mellum": 4,
+    "mimo2": 0, "modern-bert": 3, "muse-glimmer": 4, "olmo2": 4, "plamo3": 8, "smallthinker": 4, "spark2_5": 0, "step35": 0,
+}  # fmt: skip
+WINDOW_IF_SAID = frozenset(
+    {"afmoe", "dflash", "gemma3", "laguna", "mellum", "modern-bert", "olmo2", "plamo3", "smallthinker"}
+)
+FIRST_WITHOUT_WINDOW = frozenset({"cohere2moe", "laguna", "modern-bert", "smallthinker"})

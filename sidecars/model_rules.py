@@ -19,7 +19,17 @@ import numpy as np
 
 from llama_sidecar.sidecars import errors, keys
 from llama_sidecar.sidecars.gguf_header import GGUFHeader, StringArray
-from llama_sidecar.sidecars.head_forms import EQUAL_LENGTHS, GATED_DELTA, ROTATED_WHOLE, SECTIONED, UNROTATED
+from llama_sidecar.sidecars.head_forms import (
+    BOUNDED_DECAY,
+    EQUAL_LENGTHS,
+    FIRST_WITHOUT_WINDOW,
+    GATED_DELTA,
+    ROTATED_WHOLE,
+    SECTIONED,
+    UNROTATED,
+    WINDOW_IF_SAID,
+    WINDOW_PERIODS,
+)
 from llama_sidecar.sidecars.kind import MAX_BLOCKS
 
 MAX_EXPERTS = 1024  # llama.cpp's limit
@@ -83,10 +93,12 @@ def check_model(header: GGUFHeader) -> None:
         _check_latent,
         _check_rope,
         _check_recurrent,
+        _check_windows,
         _check_experts,
     ):
         check(sizes)
     _check_numbers(header)
+    _check_decay(header)
     _check_tensor_types(header)
     _check_blocks(header)
 
@@ -237,6 +249,25 @@ def _check_rope(sizes: _Sizes) -> None:
         raise sizes.fail("rope.scaling.type", _said(scaling), f"one of {', '.join(ROPE_SCALINGS)}")
 
 
+def _check_windows(sizes: _Sizes) -> None:
+    """Where layers may attend to a window alone, one at least does."""
+    period = WINDOW_PERIODS.get(sizes.arch)
+    if period is None or (
+        sizes.arch in WINDOW_IF_SAID and not sizes.at("attention.sliding_window", default=0)
+    ):
+        return
+    said = sizes.header.keys.get(sizes.name("attention.sliding_window_pattern"), period)
+    if isinstance(said, np.ndarray):
+        n_windowed = int(np.count_nonzero(said[: sizes.n_layers])) if said.dtype.kind in "biu" else 1
+    elif period and isinstance(said, int):
+        n_trunk = sizes.n_layers - (sizes.at("nextn_predict_layers", default=0) or 0)
+        n_windowed = n_trunk - (sizes.arch in FIRST_WITHOUT_WINDOW and said > 0) if said != 1 else 0
+    else:
+        return  # llama.cpp says itself that it wants an array
+    if n_windowed < 1:
+        raise sizes.fail("attention.sliding_window_pattern", _said(said), "at least one layer with a window")
+
+
 def _check_recurrent(sizes: _Sizes) -> None:
     """Gated-delta layers: the inner size is that of the heads, and each group of keys serves as many of them."""
     if sizes.arch not in GATED_DELTA:
@@ -282,6 +313,17 @@ def _check_numbers(header: GGUFHeader) -> None:
     for name, value in header.keys.items():
         if name.startswith(prefix) and isinstance(value, float) and not math.isfinite(value):
             raise _wrong(header, name, value, "a number")
+
+
+def _check_decay(header: GGUFHeader) -> None:
+    """Kimi's delta layers: that their decay is bounded, and by a number below 0."""
+    if header.arch not in BOUNDED_DECAY:
+        return
+    gate, bound = header.key("{arch}.kda.safe_gate"), header.key("{arch}.kda.gate_lower_bound")
+    if not header.keys.get(gate, True):
+        raise _wrong(header, gate, False, f"true, as {header.arch} has no other,")
+    if isinstance(value := header.keys.get(bound), float) and value >= 0:
+        raise _wrong(header, bound, value, "a number below 0")
 
 
 # Tensors

@@ -155,6 +155,21 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         "gating_func is 127; 0 to 4",
     ),
     (
+        "mimo2-joined",
+        [["value", "mimo2.attention.sliding_window_pattern", [0]]],
+        WRONG,
+        "pattern is an array of 1; at least one layer with a window",
+    ),
+    ("gemma4-dense", [["value", "gemma4.attention.sliding_window_pattern", []]], WRONG, "an array of 0; at"),
+    (
+        "cohere2moe-rms",
+        [["set", "cohere2moe.attention.sliding_window_pattern", "UINT32", 1]],
+        WRONG,
+        "pattern is 1; at least one layer",
+    ),
+    ("bailingmoe3-plain", [["set", "bailingmoe3.kda.safe_gate", "BOOL", False]], WRONG, "False; true, as"),
+    ("bailingmoe3-plain", [["set", "bailingmoe3.kda.gate_lower_bound", "FLOAT32", 0.0]], WRONG, "below 0"),
+    (
         "bailingmoe3-plain",
         [["set", "bailingmoe3.expert_group_used_count", "UINT32", 513]],
         WRONG,
