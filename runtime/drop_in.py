@@ -32,6 +32,7 @@ from .llm import load
 from .sampling import Sampling, TokenLogprobs
 from .session import Generation, Session
 from .stats import Stats
+from .weights import target_params
 
 _RANDOM = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: a fresh one
 _CTX_STEP = 256  # llama.cpp rounds contexts up to a multiple of it, and llama_cpp.Llama uses all of it
@@ -359,6 +360,11 @@ class Llama:
     def n_ctx(self) -> int:
         """The context in tokens."""
         return self._model.n_ctx
+
+    @property
+    def context_params(self) -> Any:
+        """The context's parameters as llama.cpp's structure, a copy: frameworks read them (llama-index `n_ctx`)."""
+        return target_params(self._model.settings, n_ctx=self._model.n_ctx)
 
     def n_vocab(self) -> int:
         """How many tokens the vocabulary has."""

@@ -159,14 +159,20 @@ def make_target_context(
 
     With depth 0 it is the plain context: no slots, one output row. `watched_by` must outlive it.
     """
-    params = _params(settings, n_ctx)
+    params = target_params(settings, n_ctx=n_ctx)
     if watched_by is not None:
         params.cb_eval = type(params.cb_eval)(watched_by.callback)
         params.cb_eval_user_data = watched_by.address
-    params.n_batch = params.n_ubatch = min(settings.batch, n_ctx)
     params.n_rs_seq = min(n_slots, max(0, params.n_ubatch - 2))  # llama.cpp asserts n_ubatch > n_rs_seq + 1
     params.n_outputs_max = min(depth + 1, params.n_batch)
     return _make(weights, params, "target")
+
+
+def target_params(settings: Settings, *, n_ctx: int) -> Any:
+    """llama.cpp's parameters of a target's context, whatever drafts for it."""
+    params = _params(settings, n_ctx)
+    params.n_batch = params.n_ubatch = min(settings.batch, n_ctx)
+    return params
 
 
 def make_draft_context(

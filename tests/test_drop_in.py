@@ -229,7 +229,7 @@ def test_all_arguments_of_llama_cpp_are_taken_at_their_defaults(demo: Path) -> N
     parameters = inspect.signature(llama_cpp.Llama.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     with Llama(str(demo), **(defaults | {"verbose": False, "f16_kv": True, "n_parts": -1})) as llm:
-        assert llm.n_ctx() == 512
+        assert llm.n_ctx() == llm.context_params.n_ctx == 512
     for name in ("create_completion", "create_chat_completion", "from_pretrained"):
         known = inspect.signature(getattr(Llama, name)).parameters
         expected = inspect.signature(getattr(llama_cpp.Llama, name)).parameters

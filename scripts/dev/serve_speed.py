@@ -1,11 +1,12 @@
 """How fast the server writes against the direct API, in turns within one run, and with 1, 2 and 4 clients at once.
 
-    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--clients 1 2 4] [--threads] [--first] [--spec] [-- OPTIONS OF serve]
+    python scripts/dev/serve_speed.py MAIN.gguf [-n 256] [--repeats 3] [--parts ...] [--clients 1 2 4] [--spec] [-- OPTIONS OF serve]
 
 Both decode greedily and to the end, plainly or with `--spec`, so that they do the same work; a stream is compared with iterating, an
 answer at once with `read()`. The server is a process of its own, and this one the client: seconds are those of the whole request,
-the prompt included, and the clients' own work counts as the server's. With `--threads` also sessions that threads of this process
-iterate or read side by side. With `--first` how long a stream's first token takes, alone and beside others.
+the prompt included, and the clients' own work counts as the server's. `--parts` says what is timed: `stream`, `at-once` and `clients`
+by default, `threads` (sessions that threads of this process iterate side by side) and `first` (how long a stream's first token
+takes, alone and beside others).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from served import served
 
 PROMPT = "def main():\n    "
 N_SLOTS = 4
+PARTS = ("stream", "at-once", "clients", "threads", "first")
 
 
 @contextlib.contextmanager
@@ -115,16 +117,46 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
+def compare(session: Session, url: str, options: argparse.Namespace, *, stream: bool) -> None:
+    """The direct API and the server in turns."""
+    pairs = [
+        (
+            seconds(lambda: direct(session, options.n, stream=stream)),
+            seconds(lambda: ask(url, options.n, stream=stream)),
+        )
+        for _ in range(options.repeats)
+    ]
+    ours, theirs = (median(options.n / s for s in side) for side in zip(*pairs, strict=True))
+    ratios = " ".join(f"{a / b:.3f}" for a, b in pairs)
+    name = "stream" if stream else "at once"
+    print(f"{name}: direct {ours:.1f} tok/s, server {theirs:.1f} tok/s, ratios {ratios}", flush=True)
+
+
+def together(name: str, work: Callable[[int], None], options: argparse.Namespace) -> None:
+    """So many at once."""
+    for n in options.clients:
+        speeds = [n * options.n / seconds(lambda n=n: at_once(work, n)) for _ in range(options.repeats)]  # type: ignore[misc]
+        print(f"{n} {name}: {median(speeds):.1f} tok/s together", flush=True)
+
+
+def first_tokens(url: str, options: argparse.Namespace) -> None:
+    """Alone and beside others, twice."""
+    for n_others in (0, N_SLOTS - 1) * 2:
+        with streaming(url, n_others):
+            times = sorted(1000 * first_token(url, i) for i in range(options.repeats))
+        print(
+            f"first token beside {n_others} streams: median {median(times):.1f} ms, {times[0]:.1f} to {times[-1]:.1f}",
+            flush=True,
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="How fast the server writes against the direct API.")
     parser.add_argument("main", type=Path)
     parser.add_argument("-n", type=int, default=256, help="tokens of a text")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS[:3])
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--threads", action="store_true", help="sessions in threads of one program, too")
-    parser.add_argument(
-        "--first", type=int, metavar="N", help="the first tokens of so many streams, alone and beside others"
-    )
     parser.add_argument("--spec", action="store_true", help="with the file's own drafter")
     options, more = parser.parse_known_args()
     spec = [] if options.spec else ["--no-spec"]
@@ -135,45 +167,24 @@ def main() -> int:
         load(options.main, spec_type=spec_type, ctx=1024) as model,
         contextlib.ExitStack() as stack,
     ):
-        if options.first:
-            for n_others in (0, N_SLOTS - 1, 0, N_SLOTS - 1):
-                with streaming(server.url, n_others):
-                    times = sorted(1000 * first_token(server.url, i) for i in range(options.first))
-                print(
-                    f"first token beside {n_others} streams: median {median(times):.1f} ms, "
-                    f"{times[0]:.1f} to {times[-1]:.1f}",
-                    flush=True,
-                )
-            return 0
-        sessions = [stack.enter_context(model.session()) for _ in range(N_SLOTS if options.threads else 1)]
+        n_sessions = N_SLOTS if "threads" in options.parts else 1
+        sessions = [stack.enter_context(model.session()) for _ in range(n_sessions)]
         for stream in (True, False):  # warm-up
             direct(sessions[0], 8, stream=stream)
         at_once(lambda _: ask(server.url, 8, stream=True), N_SLOTS)
-        for stream in (True, False):
-            pairs = [
-                (
-                    seconds(lambda s=stream: direct(sessions[0], options.n, stream=s)),  # type: ignore[misc]
-                    seconds(lambda s=stream: ask(server.url, options.n, stream=s)),  # type: ignore[misc]
-                )
-                for _ in range(options.repeats)
-            ]
-            ours, theirs = (median(options.n / s for s in side) for side in zip(*pairs, strict=True))
-            ratios = " ".join(f"{a / b:.3f}" for a, b in pairs)
-            name = "stream" if stream else "at once"
-            print(f"{name}: direct {ours:.1f} tok/s, server {theirs:.1f} tok/s, ratios {ratios}", flush=True)
-        works: dict[str, Callable[[int], None]] = {
-            "clients": lambda _: ask(server.url, options.n, stream=True)
+        works: dict[str, Callable[[], None]] = {
+            "stream": lambda: compare(sessions[0], server.url, options, stream=True),
+            "at-once": lambda: compare(sessions[0], server.url, options, stream=False),
+            "clients": lambda: together(
+                "clients", lambda _: ask(server.url, options.n, stream=True), options
+            ),
+            "threads": lambda: together(
+                "threads that iterate", lambda i: direct(sessions[i], options.n, stream=True), options
+            ),
+            "first": lambda: first_tokens(server.url, options),
         }
-        if options.threads:
-            works["threads that iterate"] = lambda i: direct(sessions[i], options.n, stream=True)
-            works["threads that read"] = lambda i: direct(sessions[i], options.n, stream=False)
-        for name, work in works.items():
-            for n in options.clients:
-                speeds = [
-                    n * options.n / seconds(lambda n=n, work=work: at_once(work, n))  # type: ignore[misc]
-                    for _ in range(options.repeats)
-                ]
-                print(f"{n} {name}: {median(speeds):.1f} tok/s together", flush=True)
+        for part in options.parts:
+            works[part]()
     return 0
 
 
