@@ -30,14 +30,14 @@ from .kernels import TRIAL_BYTES, Trial
 NAMES: tuple[str, ...] = ("auto", "ours", "stock")
 DEFAULT: str = "auto"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
-CLEAR_GAIN = 1.25  # in a trial: a decode has more between its products, which costs models of a few megabytes up to 20 %
+CLEAR_GAIN = 1.1  # in a trial, whose fastest passes differ by a few per cent from one to the next
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
 MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
 REPEATS = 6
 MAX_SCORE_BYTES = (
     512 << 20
 )  # of a batch's attention scores over a whole context, which only flash attention does without
-SCHEMA = 2  # also counted up when the kernels get faster: what is remembered of the old ones is too low
+SCHEMA = 3  # also counted up when the kernels get faster: what is remembered of the old ones is too low
 _WHOLE_VOCABULARY = (
     "token_embd.weight",
     "output.weight",
@@ -168,7 +168,7 @@ def recall(header: GGUFHeader, *, max_rows: int, threads: int) -> tuple[Trial, .
 def flash_attention(
     wanted: str, choice: Choice, header: GGUFHeader, *, n_ctx: int, batch: int, cache_type_v: str
 ) -> str:
-    """Flash attention for the target: what is wanted, but "off" for "auto" where our kernels compute.
+    """Flash attention for the target: what is wanted, but "off" for "auto" where our kernels compute all of its products.
 
     Without it the products inside attention are ours too. Rows are then equal to the bit at every width however long the
     context is, which llama.cpp's flash attention with F16 keys and values is not beyond 256 cells, and several rows are
@@ -190,7 +190,7 @@ def flash_attention(
     n_heads = header.keys.get(f"{header.arch}.attention.head_count", 0)
     most = int(np.max(n_heads))  # one number, or an array of one for each layer
     fits = 4 * most * n_ctx * min(batch, n_ctx) <= MAX_SCORE_BYTES
-    exact = choice.ours and cache_type_v.lower() in ("f16", "bf16", "f32") and fits
+    exact = _types_of([header]) <= choice.ours and cache_type_v.lower() in ("f16", "bf16", "f32") and fits
     return "off" if wanted.lower() == "auto" and exact else wanted
 
 

@@ -82,7 +82,7 @@ def load(
         ctx: context length in tokens (default: the smaller of the model's own and 8,192); "auto" is the largest that fits the memory
             that is left, at most the model's own.
         batch: prompt tokens per decode.
-        flash_attn: "auto", "on" or "off"; "auto" is "off" where our kernels compute, whose rows are then equal at any length.
+        flash_attn: "auto", "on" or "off"; "auto" is "off" where our kernels compute all products, whose rows are then equal at any length.
         cache_type_k, cache_type_v: the KV cache's types ("f16", "q8_0", ...).
         kernels: what computes products of up to 8 rows on the CPU: "stock" is llama.cpp's own; "ours" has rows that are equal
             to the bit at every width; "auto" takes for each type what is faster here, measured once in about a second.

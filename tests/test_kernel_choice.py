@@ -153,7 +153,8 @@ def test_inspect_shows_what_is_remembered(pair_of: PairOf, trials: list[dict[str
     assert f"{kernel_set}, 2.0 times as fast" in shown()
 
 
-OURS, STOCK = kernel_choice.Choice(frozenset({T.Q8_0}), "test"), kernel_choice.Choice(frozenset(), "test")
+OURS = kernel_choice.Choice(frozenset({T.Q8_0, T.F32}), "test")
+STOCK = kernel_choice.Choice(frozenset(), "test")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,7 @@ OURS, STOCK = kernel_choice.Choice(frozenset({T.Q8_0}), "test"), kernel_choice.C
     [
         ("auto", OURS, {}, "off"),
         ("auto", STOCK, {}, "auto"),
+        ("auto", kernel_choice.Choice(frozenset({T.F32}), "a drafter's"), {}, "auto"),
         ("on", OURS, {}, "on"),
         ("off", STOCK, {}, "off"),
         ("auto", OURS, {"cache_type_v": "q8_0"}, "auto"),
@@ -168,7 +170,7 @@ OURS, STOCK = kernel_choice.Choice(frozenset({T.Q8_0}), "test"), kernel_choice.C
         ("auto", OURS, {"n_ctx": 1 << 22}, "auto"),
     ],
 )
-def test_flash_attention_is_off_where_our_kernels_compute(
+def test_flash_attention_is_off_where_our_kernels_compute_everything(
     wanted: str, choice: kernel_choice.Choice, changes: dict[str, Any], expected: str, header: GGUFHeader
 ) -> None:
     settings = {"n_ctx": 512, "batch": 512, "cache_type_v": "f16"} | changes

@@ -468,27 +468,21 @@ SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], 
     for (int j = 0; j < N; j += together) add_rest(n_units, x, j, w + j, n_rest);
 }
 
-// Adds n_blocks as a whole unit: zeros stand for the blocks that are missing. The rows have zeros there, too.
-template <Type type, size_t unit_blocks, int together, class F>
-SMALLBATCH_INLINE void add_filled_up(size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks, F add) {
-    constexpr size_t block_bytes = block_of(type).n_bytes;
-    uint8_t rest[together][unit_blocks * block_bytes] = {};
-    const uint8_t * filled_up[together];
-#pragma GCC unroll 2
-    for (int k = 0; k < together; ++k) {
-        memcpy(rest[k], w[k], n_blocks * block_bytes);
-        filled_up[k] = rest[k];
-    }
-    add(u, x, j, filled_up);
-}
-
-// The same for products that have no better way.
+// The same where zeros are put in the place of the blocks that are missing of the last unit: the rows have zeros there, too.
 template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, int N, class F>
 SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add) {
-    each_unit<I, type, unit_blocks, x_bytes, together>(
-        p, outputs, add, [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks) SMALLBATCH_LAMBDA {
-            add_filled_up<type, unit_blocks, together>(u, x, j, w, n_blocks, add);
-        });
+    const auto add_rest = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks) SMALLBATCH_LAMBDA {
+        constexpr size_t block_bytes = block_of(type).n_bytes;
+        uint8_t rest[together][unit_blocks * block_bytes] = {};
+        const uint8_t * filled_up[together];
+#pragma GCC unroll 2
+        for (int k = 0; k < together; ++k) {
+            memcpy(rest[k], w[k], n_blocks * block_bytes);
+            filled_up[k] = rest[k];
+        }
+        add(u, x, j, filled_up);
+    };
+    each_unit<I, type, unit_blocks, x_bytes, together>(p, outputs, add, add_rest);
 }
 
 // Stores the sums of N streams of R rows, [j * R + r] of output j in row r: `one(i)` and `four(i, i1, i2, i3)` add up sums i over
@@ -612,13 +606,15 @@ struct QuantisedProduct {
             const auto add_unit = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
                 add(w[0], x, x_sums + 8 * u, p.x_bytes, products + j * R, minima + j * R);
             };
-            // The last blocks of a row are read together with the first ones of the next, but for the last rows of all.
-            const auto add_rest = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n) SMALLBATCH_LAMBDA {
-                if (size_t(p.weights_end - w[0]) >= weights_bytes) {
-                    add(w[0], x, x_sums, p.x_bytes, products + j * R, minima + j * R, reinterpret_cast<const uint8_t *>(kept));
-                } else {
-                    add_filled_up<W::type, Unit::n_blocks, 1>(u, x, j, w, n, add_unit);
+            // The last blocks of a row are read together with the first ones of the next; behind the last row zeros follow.
+            const auto add_rest = [&](size_t, const uint8_t * x, int j, const uint8_t * const * w, size_t n) SMALLBATCH_LAMBDA {
+                alignas(64) uint8_t filled_up[weights_bytes];
+                const uint8_t * from = w[0];
+                if (size_t(p.weights_end - from) < weights_bytes) {
+                    memset(filled_up, 0, weights_bytes);
+                    from = static_cast<const uint8_t *>(memcpy(filled_up, from, n * block_of(W::type).n_bytes));
                 }
+                add(from, x, x_sums, p.x_bytes, products + j * R, minima + j * R, reinterpret_cast<const uint8_t *>(kept));
             };
             each_unit<I, W::type, Unit::n_blocks, unit_bytes, 1>(p, outputs, add_unit, add_rest);
             if constexpr (W::has_minima) {
