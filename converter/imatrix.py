@@ -117,12 +117,14 @@ def _of_gguf(path: Path, header: GGUFHeader) -> Imatrix:
     """Sums of squares, and how many rows each is a sum over: one number, or one for each expert."""
     entries = {}
     for name in (name.removesuffix(SUMS) for name in header.tensors if name.endswith(SUMS)):
-        sums, counts = _values(header, name + SUMS), np.rint(_values(header, name + COUNTS))
+        sums, counts = _values(header, name + SUMS), _values(header, name + COUNTS)
         if sums.size % counts.size:
             raise _no_imatrix(path, f"has {sums.size} sums and {counts.size} counts for {name}")
         by_matrix = sums.reshape(counts.size, -1)
-        seen = counts > 0
-        by_matrix[seen] /= counts[seen, None]
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused by read_imatrix
+            counts = np.rint(counts)
+            seen = counts > 0
+            by_matrix[seen] /= counts[seen, None]
         by_matrix[~seen] = 1  # an expert that the text never chose
         entries[name] = sums
     if not entries:

@@ -476,20 +476,57 @@ _DEFAULT_IDS = {
     "bert": {"bos": 101, "seperator": 102},
     "t5": {"eos": 1},
     "plamo2": {"bos": 1, "eos": 2},
+    "gemma4": {},
+    "rwkv": {},
 }
 _BPE_IDS = {"bos": 11, "eos": 11}
+
+# What a text begins and ends with where no key says: by tokenizer, or by how it splits a text.
+_ENDS = {"llama": {"bos"}, "bert": {"bos", "seperator"}, "t5": {"eos"}}
+_BEGUN = frozenset(
+    {
+        "llama3",
+        "llama-v3",
+        "llama-bpe",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+        "tekken",
+        "chameleon",
+    }
+)
+_ALWAYS_BEGUN = frozenset({"gemma4", "granite-embed-multi-311m"})  # whatever a key says
+_NO_DEFAULT_BOS = frozenset({"chatglm-bpe", "glm4", "glm5"})
 
 
 def _check_ends(header: GGUFHeader, model: str, n_tokens: int) -> None:
     """A token that every text begins or ends with is one of the vocabulary."""
+    is_bpe, pre = (
+        model not in ("llama", "bert", "t5", "rwkv", "plamo2"),
+        header.keys.get("tokenizer.ggml.pre"),
+    )
+    split = "gemma4" if model == "gemma4" else pre if is_bpe and isinstance(pre, str) else ""
+    usual = _ENDS.get(model, set()) | ({"bos"} if split in _BEGUN else set())
+    always = _ENDS["bert"] if model == "bert" else {"bos"} if split in _ALWAYS_BEGUN else set()
     for end, flag in (("bos", "add_bos_token"), ("eos", "add_eos_token"), ("seperator", "add_sep_token")):
-        if header.keys.get(f"tokenizer.ggml.{flag}") is not True:
+        said = header.keys.get(f"tokenizer.ggml.{flag}")
+        if not (end in always or said is True or (said is None and end in usual)):
             continue
         default = _DEFAULT_IDS.get(model, _BPE_IDS).get(end)
+        if end == "bos" and split in _NO_DEFAULT_BOS:
+            default = None
         name = f"tokenizer.ggml.{end}_token_id"
         value: Any = header.keys.get(name, default)
         if isinstance(value, int) and not 0 <= value < n_tokens:
             value = default if name in header.keys else value
         if not isinstance(value, int) or not 0 <= value < n_tokens:
             found = "absent" if header.keys.get(name) is None else repr(header.keys[name])
-            raise _wrong(header, name, found, f"an id below {n_tokens}, since tokenizer.ggml.{flag} is set,")
+            why = (
+                f"tokenizer.ggml.{flag} is set"
+                if said is True
+                else f"{split or model} puts it into every text"
+            )
+            raise _wrong(header, name, found, f"an id below {n_tokens}, since {why},")

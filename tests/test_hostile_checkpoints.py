@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from checkpoints import VARIANTS, make_checkpoint, tiny_config, write_json
+from gguf_edit import File, Tensor
 
 from llama_sidecar.converter import convert, dry_run, general
 from llama_sidecar.converter.config import Config
@@ -371,13 +372,20 @@ def test_an_importance_matrix_that_ends_within_a_number_is_one_line(tmp_path: Pa
         read_imatrix(path)
 
 
+@pytest.mark.parametrize("format", ["dat", "gguf"])
 @pytest.mark.parametrize(
     "word", [0x7F800001, 0x7FC00000, 0x7F800000], ids=["signalling", "no number", "infinite"]
 )
-def test_an_importance_matrix_of_no_numbers_is_one_line_without_warnings(word: int, tmp_path: Path) -> None:
-    path = tmp_path / "imatrix.dat"
-    name = b"blk.0.a.weight"
-    path.write_bytes(struct.pack("<ii", 1, len(name)) + name + struct.pack("<iiI", 2, 1, word))
+def test_an_importance_matrix_of_no_numbers_is_one_line_without_warnings(
+    word: int, format: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"imatrix.{format}"
+    if format == "dat":
+        name = b"blk.0.a.weight"
+        path.write_bytes(struct.pack("<ii", 1, len(name)) + name + struct.pack("<iiI", 2, 1, word))
+    else:
+        sums, counts = (Tensor([1, 1], 0, struct.pack("<I", n)) for n in (word, 0x3F800000))
+        File({}, {"a.in_sum2": sums, "a.counts": counts, "b.in_sum2": sums, "b.counts": sums}).write(path)
     with warnings.catch_warnings(), pytest.raises(BadImatrix, match="values that are not finite"):
         warnings.simplefilter("error")
         read_imatrix(path)

@@ -243,6 +243,31 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         WRONG,
         "bos_token_id is absent; an id below 256, since tokenizer.ggml.add_bos_token is set",
     ),
+    (
+        "hy_v3-two",
+        [["set", "tokenizer.ggml.model", "STRING", "gemma4"]],
+        WRONG,
+        "bos_token_id is absent; an id below .*, since gemma4 puts it into every text",
+    ),
+    (
+        "hy_v3-two",
+        [
+            ["set", "tokenizer.ggml.pre", "STRING", "gemma4"],
+            ["set", "tokenizer.ggml.add_bos_token", "BOOL", False],
+            ["set", "tokenizer.ggml.bos_token_id", "STRING", "x"],
+        ],
+        WRONG,
+        "bos_token_id is 'x'; an id",
+    ),
+    (
+        "hy_v3-two",
+        [
+            ["set", "tokenizer.ggml.pre", "STRING", "glm4"],
+            ["set", "tokenizer.ggml.add_bos_token", "BOOL", True],
+        ],
+        WRONG,
+        "bos_token_id is absent; an id below .*, since tokenizer.ggml.add_bos_token",
+    ),
 ]
 
 
