@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.core import ParameterSource
 from click.testing import CliRunner
 
 from llama_sidecar.scripts.__main__ import cli
@@ -48,6 +49,16 @@ def test_every_option_has_two_variables_of_its_own(name: str) -> None:
     assert len(names) == len(set(names)) == 2 * len(list(options(command(name))))
     assert all(variable.startswith("LLAMA_SIDECAR_") for variable in names)
     assert "LLAMA_SIDECAR_CACHE" not in names  # the cache folder's
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_read_from_its_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options(command(name)):
+        for variable in option.envvar or []:
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, "1")
+                _, source = option.consume_value(click.Context(command(name)), {})
+                assert source is ParameterSource.ENVIRONMENT, variable
 
 
 def test_the_command_line_counts_most_then_the_variable_of_the_command(

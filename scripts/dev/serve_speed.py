@@ -31,6 +31,7 @@ from served import served
 
 PROMPT = "def main():\n    "
 N_SLOTS = 4
+N_WARM = 8
 PARTS = ("stream", "at-once", "clients", "threads", "first")
 
 
@@ -118,14 +119,17 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def compare(session: Session, url: str, options: argparse.Namespace, *, stream: bool) -> None:
-    """The direct API and the server in turns."""
-    pairs = [
-        (
-            seconds(lambda: direct(session, options.n, stream=stream)),
-            seconds(lambda: ask(url, options.n, stream=stream)),
-        )
-        for _ in range(options.repeats)
-    ]
+    """The direct API and the server in turns, each warm: virtual machines may make memory slow that has rested for a second."""
+
+    def direct_s() -> float:
+        direct(session, N_WARM, stream=stream)
+        return seconds(lambda: direct(session, options.n, stream=stream))
+
+    def server_s() -> float:
+        at_once(lambda _: ask(url, N_WARM, stream=stream), N_SLOTS)
+        return seconds(lambda: ask(url, options.n, stream=stream))
+
+    pairs = [(direct_s(), server_s()) for _ in range(options.repeats)]
     ours, theirs = (median(options.n / s for s in side) for side in zip(*pairs, strict=True))
     ratios = " ".join(f"{a / b:.3f}" for a, b in pairs)
     name = "stream" if stream else "at once"
@@ -169,9 +173,9 @@ def main() -> int:
     ):
         n_sessions = N_SLOTS if "threads" in options.parts else 1
         sessions = [stack.enter_context(model.session()) for _ in range(n_sessions)]
-        for stream in (True, False):  # warm-up
-            direct(sessions[0], 8, stream=stream)
-        at_once(lambda _: ask(server.url, 8, stream=True), N_SLOTS)
+        for session in sessions:
+            direct(session, N_WARM, stream=True)
+        at_once(lambda _: ask(server.url, N_WARM, stream=True), N_SLOTS)
         works: dict[str, Callable[[], None]] = {
             "stream": lambda: compare(sessions[0], server.url, options, stream=True),
             "at-once": lambda: compare(sessions[0], server.url, options, stream=False),
