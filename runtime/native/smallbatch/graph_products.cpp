@@ -15,8 +15,10 @@ namespace {
 
 using namespace ggml;
 
-constexpr size_t serial_bytes = 32 * 1024;  // of weights: less is done before a second thread has its rows
-constexpr size_t least_bytes = 64 * 1024;   // of weights dealt at a time
+constexpr size_t serial_bytes = 32 * 1024;   // of weights: less is done before a second thread has its rows
+constexpr size_t shared_bytes = 256 * 1024;  // up to here equal shares take less time than dealing, which costs a barrier
+constexpr size_t shared_values = 8192;       // of rows that each thread then prepares for itself
+constexpr size_t least_bytes = 64 * 1024;    // of weights dealt at a time
 constexpr size_t line_floats = 16;          // parts begin at a cache line of the output
 constexpr size_t line = 64;
 
@@ -50,19 +52,29 @@ void deal(const ComputeParams & p, size_t n, size_t least, const Work & work) {
     }
 }
 
-// Outputs of several products of one shape, dealt together.
+// The outputs of several products of one shape, side by side: parts of line_floats outputs, of which each product has as many.
+struct Parts {
+    size_t n_out, n_of_each, n;
+    Parts(size_t n_products, const Tensor & weights)
+        : n_out(size_t(weights.ne[1])), n_of_each((n_out + line_floats - 1) / line_floats), n(n_products * n_of_each) {}
+
+    // Calls multiply(product, first output, end of outputs) for parts begin .. end-1.
+    template <class Multiply>
+    void each(size_t begin, size_t end, const Multiply & multiply) const {
+        while (begin < end) {
+            const size_t i = begin / n_of_each, n_here = std::min(end, (i + 1) * n_of_each) - begin;
+            const size_t first = begin % n_of_each * line_floats;
+            multiply(i, first, std::min(first + n_here * line_floats, n_out));
+            begin += n_here;
+        }
+    }
+};
+
 template <class Multiply>
 void deal_products(const ComputeParams & p, size_t n_products, const Tensor & weights, const Multiply & multiply) {
-    const size_t n_out = size_t(weights.ne[1]), n_of_each = (n_out + line_floats - 1) / line_floats;
+    const Parts parts(n_products, weights);
     const size_t least = 1 + least_bytes / (line_floats * weights.nb[1]);
-    deal(p, n_products * n_of_each, least, [&](size_t begin, size_t end) {
-        while (begin < end) {
-            const size_t i = begin / n_of_each, n = std::min(end, (i + 1) * n_of_each) - begin;
-            const size_t first = begin % n_of_each * line_floats;
-            multiply(i, first, std::min(first + n * line_floats, n_out));
-            begin += n;
-        }
-    });
+    deal(p, parts.n, least, [&](size_t begin, size_t end) { parts.each(begin, end, multiply); });
 }
 
 const uint8_t * row_of(const Tensor & x, size_t row, size_t plane) {
@@ -83,9 +95,16 @@ void multiply(const Kernel & kernel, Product product, size_t begin, size_t end) 
 
 // (n_planes, n_rows, n_in) times (n_matrices, n_out, n_in): consecutive planes share a matrix.
 struct PlanesInMemory {
-    size_t x_bytes, n_bytes;
-    PlanesInMemory(const Kernel & kernel, const Tensor & op)
-        : x_bytes(kernel.format.n_bytes(size_t(op.src[1]->ne[0]))), n_bytes(size_t(op.ne[1] * op.ne[2]) * x_bytes) {}
+    enum Way { serial, shared, dealt } way;
+    size_t x_bytes, n_bytes;  // of a prepared row; of all of them
+    PlanesInMemory(const Kernel & kernel, const Tensor & op) {
+        const size_t n_in = size_t(op.src[0]->ne[0]), n_rows = size_t(op.ne[1] * op.ne[2]);
+        const size_t n_weight_bytes = size_t(op.ne[0] * op.ne[2]) * op.src[0]->nb[1];
+        x_bytes = kernel.format.n_bytes(n_in);
+        n_bytes = n_rows * x_bytes;
+        const bool is_small = n_weight_bytes <= shared_bytes && n_rows * n_in <= shared_values;
+        way = n_weight_bytes <= serial_bytes ? serial : is_small ? shared : dealt;
+    }
 };
 
 void multiply_planes(const ComputeParams & p, uint8_t * memory, const Kernel & kernel, const Tensor & op) {
@@ -94,10 +113,11 @@ void multiply_planes(const ComputeParams & p, uint8_t * memory, const Kernel & k
     const PlanesInMemory sizes(kernel, op);
     const size_t n_in = size_t(x.ne[0]), n_out = size_t(op.ne[0]), n_rows = size_t(op.ne[1]), n_planes = size_t(op.ne[2]);
     const size_t planes_per_matrix = n_planes / size_t(weights.ne[2]);  // heads that share keys and values
-    const bool is_serial = n_planes * n_out * weights.nb[1] <= serial_bytes;
-    if (is_serial && p.i_thread > 0) return;
-    const size_t first = is_serial ? 0 : size_t(p.i_thread), step = is_serial ? 1 : size_t(p.n_threads);
-    for (size_t i = first; i < n_rows * n_planes; i += step) {
+    const size_t i_thread = size_t(p.i_thread), n_threads = size_t(p.n_threads);
+    if (sizes.way == PlanesInMemory::serial && i_thread > 0) return;
+    if (sizes.way == PlanesInMemory::shared) memory += i_thread * sizes.n_bytes;
+    const bool is_together = sizes.way == PlanesInMemory::dealt;
+    for (size_t i = is_together ? i_thread : 0; i < n_rows * n_planes; i += is_together ? n_threads : 1) {
         const uint8_t * row = row_of(x, i % n_rows, i / n_rows);
         kernel.format.prepare(reinterpret_cast<const float *>(row), n_in, memory + i * sizes.x_bytes);
     }
@@ -106,13 +126,16 @@ void multiply_planes(const ComputeParams & p, uint8_t * memory, const Kernel & k
         float * out = static_cast<float *>(op.data) + i * n_rows * n_out;
         multiply(kernel, product(weights, i / planes_per_matrix, rows, sizes.x_bytes, int(n_rows), out), begin, end);
     };
-    if (is_serial) {
-        for (size_t i = 0; i < n_planes; ++i) multiply_plane(i, 0, n_out);
-        return;
+    if (is_together) {
+        begin_dealing(p);
+        cpu_functions.barrier(p.pool);
+        deal_products(p, n_planes, weights, multiply_plane);
+    } else {
+        const Parts parts(n_planes, weights);
+        const bool is_alone = sizes.way == PlanesInMemory::serial;
+        parts.each(is_alone ? 0 : i_thread * parts.n / n_threads, is_alone ? parts.n : (i_thread + 1) * parts.n / n_threads,
+                   multiply_plane);
     }
-    begin_dealing(p);
-    cpu_functions.barrier(p.pool);
-    deal_products(p, n_planes, weights, multiply_plane);
 }
 
 // out(t, u) = x(t, u or 0) times matrix ids(t, u), for tokens t and the experts u that each of them uses. Rows that use the same
@@ -186,9 +209,14 @@ void multiply_by_id(const ComputeParams & p, uint8_t * memory, const Kernel & ke
 // ---------------------------------------------------------------------------------------------------------------------
 // What the CPU backend asks
 
-bool work_size(Traits *, int, const Tensor * op, size_t & n_bytes) {
+bool work_size(Traits *, int n_threads, const Tensor * op, size_t & n_bytes) {
     const Kernel & kernel = *kernel_in_use(op->src[0]->type);
-    n_bytes = line + (is_by_id(*op) ? ExpertsInMemory(kernel, *op).n_bytes : PlanesInMemory(kernel, *op).n_bytes);
+    if (is_by_id(*op)) {
+        n_bytes = line + ExpertsInMemory(kernel, *op).n_bytes;
+    } else {
+        const PlanesInMemory sizes(kernel, *op);
+        n_bytes = line + (sizes.way == PlanesInMemory::shared ? size_t(n_threads) : 1) * sizes.n_bytes;
+    }
     return true;
 }
 
