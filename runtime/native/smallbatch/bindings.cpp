@@ -95,7 +95,7 @@ void bind_smallbatch(nb::module_ & m) {
     m.def("smallbatch_use_set", &use_set, "name"_a,
           "For tests: products use this set from now on (\"\": the fastest).");
     m.def("smallbatch_set_placing", &set_placing, "types"_a,
-          "Models that this thread loads from now on have their matrices of these types placed with the device.");
+          "Models that this thread loads from now on have their matrices of these types placed for the kernels.");
     m.def("smallbatch_multiply", &multiply_rows, "type"_a, "weights"_a, "x"_a, "out"_a, "set"_a = "", "threads"_a = 1,
           "out (n_rows, n_out) = x (n_rows, n_in) times weights (n_out, row_bytes), which are blocks of ggml type "
           "`type`.");
@@ -119,6 +119,6 @@ void bind_smallbatch(nb::module_ & m) {
         },
         "type"_a, "n_in"_a, "n_out"_a, "n_bytes"_a, "n_rows"_a, "n_threads"_a, "repeats"_a, "repacked"_a,
         nb::call_guard<nb::gil_scoped_release>(),
-        "Seconds of the fastest pass over n_bytes of weights, for each number of rows: by the device, and by the CPU "
-        "backend.");
+        "Seconds of the fastest pass over n_bytes of weights, for each number of rows: by the small-batch "
+        "kernels, and by llama.cpp's.");
 }

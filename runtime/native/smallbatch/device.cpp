@@ -20,7 +20,6 @@ constexpr const char * device_name = "SMALLBATCH";
 
 Library library;
 int32_t op_mul_mat = -1, op_mul_mat_id = -1;
-const Kernel * kernels[64];  // by ggml type: asked for at every node of every graph
 thread_local uint64_t placed_types = 0;  // one bit per ggml type
 
 const char * name_of(Device *) { return device_name; }
@@ -28,10 +27,20 @@ const char * name_of(Backend *) { return device_name; }
 const char * name_of(BufferType *) { return device_name; }
 const char * name_of(Registry *) { return device_name; }
 
-const Kernel * kernel_for(int32_t type) {
-    static const bool are_found = (use_set(""), true);
-    return are_found && type >= 0 && type < 64 ? kernels[type] : nullptr;
+// By ggml type, since products ask at every node of every graph.
+struct KernelsInUse {
+    const Kernel * of[64];
+    KernelsInUse() { choose(nullptr); }
+    void choose(const char * set) {
+        for (int32_t type = 0; type < 64; ++type) of[type] = find_kernel(Type(type), set);
+    }
+};
+KernelsInUse & kernels_in_use() {
+    static KernelsInUse kernels;
+    return kernels;
 }
+
+const Kernel * kernel_for(int32_t type) { return type >= 0 && type < 64 ? kernels_in_use().of[type] : nullptr; }
 
 bool is_placed(int32_t type) { return type >= 0 && type < 64 && (placed_types >> type & 1) != 0; }
 
@@ -58,7 +67,7 @@ Buffer * alloc_buffer(BufferType *, size_t n_bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What is computed here
+// What is computed by the kernels
 
 // Products with weights that lie here, and the products inside attention whose rows come from such a product: were those
 // left to the CPU backend, which computes one row otherwise than several, the widths would not agree. Not with weights that the
@@ -211,9 +220,7 @@ const char * set_for(int32_t type) {
     return kernel == nullptr ? nullptr : set_of(*kernel);
 }
 
-void use_set(const std::string & name) {
-    for (int32_t type = 0; type < 64; ++type) kernels[type] = find_kernel(Type(type), name.empty() ? nullptr : name.c_str());
-}
+void use_set(const std::string & name) { kernels_in_use().choose(name.empty() ? nullptr : name.c_str()); }
 
 void set_placing(const std::vector<int32_t> & types) {
     placed_types = 0;
@@ -222,7 +229,6 @@ void set_placing(const std::vector<int32_t> & types) {
     }
 }
 
-ggml::Device * registered_device() { return &device; }
 ggml::BufferType * weights_buffer_type() { return &weights_type; }
 const ggml::Library & bound_library() { return library; }
 

@@ -31,12 +31,11 @@ const char * set_for(int32_t type);
 // Makes every later product use this set ("" for the fastest again). For tests, while nothing is computed.
 void use_set(const std::string & name);
 
-// From now on the models that this thread loads have their matrices of these ggml types placed with the device; with no
-// types, none.
+// From now on the models that this thread loads have their matrices of these ggml types placed for the kernels; with
+// no types, none.
 void set_placing(const std::vector<int32_t> & types);
 
-// The device, where weights for it lie, and ggml as it was bound. Only after register_device() has succeeded.
-ggml::Device * registered_device();
+// Where weights for the kernels lie, and ggml as it was bound. Only after register_device() has succeeded.
 ggml::BufferType * weights_buffer_type();
 const ggml::Library & bound_library();
 
