@@ -178,6 +178,10 @@ class GGUFHeader:
         """Return a string key; raises MissingKey (where there is no `default`) or WrongKey."""
         return self._typed(template, str, "a string", default)
 
+    def flag(self, template: str, default: bool | None = None) -> bool:
+        """Return a key that is true or false; raises MissingKey (where there is no `default`) or WrongKey."""
+        return self._typed(template, bool, "true or false", default)
+
     def uint(self, template: str, default: int | None = None) -> int:
         """Return an unsigned integer key; raises MissingKey (where there is no `default`) or WrongKey."""
         value = self._typed(template, int, "an unsigned integer", default)

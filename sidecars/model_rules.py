@@ -319,9 +319,11 @@ def _check_decay(header: GGUFHeader) -> None:
     """Kimi's delta layers: that their decay is bounded, and by a number below 0."""
     if header.arch not in BOUNDED_DECAY:
         return
-    gate, bound = header.key("{arch}.kda.safe_gate"), header.key("{arch}.kda.gate_lower_bound")
-    if not header.keys.get(gate, True):
-        raise _wrong(header, gate, False, f"true, as {header.arch} has no other,")
+    bound = header.key("{arch}.kda.gate_lower_bound")
+    if not header.flag("{arch}.kda.safe_gate", default=True):
+        raise _wrong(
+            header, header.key("{arch}.kda.safe_gate"), False, f"true, as {header.arch} has no other,"
+        )
     if isinstance(value := header.keys.get(bound), float) and value >= 0:
         raise _wrong(header, bound, value, "a number below 0")
 

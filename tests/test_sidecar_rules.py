@@ -162,6 +162,8 @@ BROKEN_SIDECARS: dict[str, tuple[str, dict[str, Any], type[errors.LlamaSidecarEr
         errors.MissingKey,
     ),
     "dflash without fc": ("dflash", {"tensors": {"fc.weight": None}}, errors.MissingTensors),
+    "dspark anchor an array": ("dspark", {"keys": {"dflash.sample_from_anchor": [1, 2]}}, errors.WrongKey),
+    "eagle3 norm a text": ("eagle3", {"keys": {"eagle3.norm_before_fc": "x"}}, errors.WrongKey),
     "dspark half a Markov head": ("dspark", {"tensors": {"markov_w2.weight": None}}, errors.MissingTensors),
     "eagle3 of two layers": ("eagle3", {"keys": {"eagle3.target_layers": [1, 2]}}, errors.WrongKey),
     "eagle3 of another fc": (

@@ -20,7 +20,7 @@ def is_sidecar(header: GGUFHeader) -> bool:
 
 def samples_from_anchor(header: GGUFHeader) -> bool:
     """Return whether the block's first position, that of the known token, predicts a token too."""
-    return bool(header.keys.get(header.key(keys.SAMPLE_FROM_ANCHOR), True))
+    return header.flag(keys.SAMPLE_FROM_ANCHOR, default=True)
 
 
 def max_depth(header: GGUFHeader) -> int:
@@ -29,11 +29,13 @@ def max_depth(header: GGUFHeader) -> int:
 
 def has_confidence(header: GGUFHeader) -> bool:
     """Return whether the drafter also says how likely each token is to stand."""
-    return CONF_PROJ in header.tensors and bool(header.keys.get(header.key(keys.HAS_CONFIDENCE_HEAD), True))
+    return CONF_PROJ in header.tensors and header.flag(keys.HAS_CONFIDENCE_HEAD, default=True)
 
 
 def check(header: GGUFHeader) -> None:
     header.uint(keys.BLOCK_SIZE)  # llama.cpp has no default for it here
+    for flag in (keys.SAMPLE_FROM_ANCHOR, keys.HAS_CONFIDENCE_HEAD):
+        header.flag(flag, default=True)
     dflash.check(header)
     width, n_vocab = header.uint(keys.EMBEDDING_LENGTH), len(header.strings(keys.TOKENS))
     rank = header.tensors[dflash.MARKOV_W1].shape[0]

@@ -49,7 +49,7 @@ def check(header: GGUFHeader) -> None:
         "blk.0.attn_norm_2.weight": (width,),
         "blk.0.ffn_norm.weight": (width,),
     }
-    if header.keys.get(header.key(keys.NORM_BEFORE_FC)):
+    if header.flag(keys.NORM_BEFORE_FC, default=False):
         required[keys.ENC_OUTPUT_NORM] = (N_TARGET_LAYERS * target_width,)
     check_tensors(
         header, required, {keys.TOKEN_EMBD: (width, n_vocab), keys.OUTPUT: (width, n_draft_vocab(header))}
