@@ -13,7 +13,7 @@ EQUAL_LENGTHS = frozenset({
     "afmoe", "apertus", "arcee", "arctic", "baichuan", "bailingmoe2", "bert", "bitnet", "bloom",
     "chameleon", "chatglm", "codeshell", "cogvlm", "cohere2", "cohere2moe", "command-r", "dbrx", "deci",
     "deepseek", "deepseek4", "dflash", "dots1", "dream", "eagle3", "ernie4_5", "ernie4_5-moe", "eurobert", "exaone",
-    "falcon", "glm4", "glm4moe", "gpt2", "gptneox", "granite", "granite_swa", "granitehybrid",
+    "falcon", "gemma4", "glm4", "glm4moe", "gpt2", "gptneox", "granite", "granite_swa", "granitehybrid",
     "graniteswitch", "grok", "grovemoe", "hunyuan-moe", "hunyuan_vl", "hy_v3", "internlm2", "jais", "jais2",
     "laguna", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "minimax-01", "minimax-m2",
     "minimax-m3", "mistral3", "modern-bert", "mpt", "muse-glimmer", "nanbeige", "nemotron", "nemotron_h",

@@ -231,7 +231,7 @@ def _check_rope(sizes: _Sizes) -> None:
             raise sizes.fail(name, rotated, f"at most the {key_length} of a key")
         if not swa and sizes.arch in ROTATED_WHOLE and rotated != value_length:
             raise sizes.fail(name, rotated, f"{value_length} (this architecture rotates whole heads)")
-        if not swa and sizes.arch in EQUAL_LENGTHS and key_length != value_length:
+        if sizes.arch in EQUAL_LENGTHS and key_length != value_length:
             raise sizes.fail(
                 f"attention.key_length{swa}", key_length, f"{value_length}, the length of a value"
             )

@@ -196,6 +196,8 @@ def test_a_cache_that_llama_cpp_cannot_share_is_refused_with_both_files_names(
         broken = bytearray(data)
         if "length" in key:
             broken[at + len(name) + 4] ^= 0x60
+            value = b"gemma4.attention.value_length" + (4).to_bytes(4, "little")  # which is the same here
+            broken[data.index(value) + len(value)] ^= 0x60
         else:
             n = int.from_bytes(data[at + len(name) + 8 : at + len(name) + 16], "little")
             first = at + len(name) + 16

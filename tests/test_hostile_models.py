@@ -160,6 +160,18 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
         WRONG,
         "pattern is an array of 1; at least one layer with a window",
     ),
+    (
+        "gemma4-dense",
+        [["set", "gemma4.attention.value_length", "UINT32", 127]],
+        WRONG,
+        "the length of a value",
+    ),
+    (
+        "gemma4-dense",
+        [["set", "gemma4.attention.value_length_swa", "UINT32", 8]],
+        WRONG,
+        r"key_length_swa is \d+; 8, the length of a value",
+    ),
     ("gemma4-dense", [["value", "gemma4.attention.sliding_window_pattern", []]], WRONG, "an array of 0; at"),
     (
         "cohere2moe-rms",
