@@ -30,7 +30,7 @@ from .kernels import TRIAL_BYTES, Trial
 NAMES: tuple[str, ...] = ("auto", "ours", "stock")
 DEFAULT: str = "auto"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
-CLEAR_GAIN = 1.1  # in a trial, whose fastest passes differ by a few per cent from one to the next
+CLEAR_GAIN = 1.25  # in a trial: those of small models differ by up to a fifth from one to the next
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
 MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
 REPEATS = 6
