@@ -506,10 +506,8 @@ _NO_DEFAULT_BOS = frozenset({"chatglm-bpe", "glm4", "glm5"})
 
 def _check_ends(header: GGUFHeader, model: str, n_tokens: int) -> None:
     """A token that every text begins or ends with is one of the vocabulary."""
-    is_bpe, pre = (
-        model not in ("llama", "bert", "t5", "rwkv", "plamo2"),
-        header.keys.get("tokenizer.ggml.pre"),
-    )
+    is_bpe = model not in ("llama", "bert", "t5", "rwkv", "plamo2")
+    pre = header.keys.get("tokenizer.ggml.pre")
     split = "gemma4" if model == "gemma4" else pre if is_bpe and isinstance(pre, str) else ""
     usual = _ENDS.get(model, set()) | ({"bos"} if split in _BEGUN else set())
     always = _ENDS["bert"] if model == "bert" else {"bos"} if split in _ALWAYS_BEGUN else set()

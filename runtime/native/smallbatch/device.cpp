@@ -40,8 +40,6 @@ KernelsInUse & kernels_in_use() {
     return kernels;
 }
 
-const Kernel * kernel_for(int32_t type) { return type >= 0 && type < 64 ? kernels_in_use().of[type] : nullptr; }
-
 bool is_placed(int32_t type) { return type >= 0 && type < 64 && (placed_types >> type & 1) != 0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -201,14 +199,14 @@ bool takes_product(const Tensor & op) {
     const bool is_small = op.op == op_mul_mat ? x.ne[1] <= max_rows && x.ne[2] % weights.ne[2] == 0
                                               : x.ne[2] <= max_rows && op.src[2]->type == type_i32;
     return is_small && x.type == type_f32 && op.type == type_f32 && x.ne[3] == 1 && weights.ne[3] == 1 &&
-           op.op_params[1] != hint_hadamard && is_contiguous(op) && kernel_for(weights.type) != nullptr &&
+           op.op_params[1] != hint_hadamard && is_contiguous(op) && kernel_in_use(weights.type) != nullptr &&
            has_contiguous_rows(weights, block_of(Type(weights.type))) && has_contiguous_rows(x, block_of(Type::f32)) &&
            (lies_here(weights) || (is_in_rows(weights) && comes_from_here(&x)));
 }
 
 bool is_by_id(const Tensor & op) { return op.op == op_mul_mat_id; }
 
-const Kernel * kernel_in_use(int32_t type) { return kernel_for(type); }
+const Kernel * kernel_in_use(int32_t type) { return type >= 0 && type < 64 ? kernels_in_use().of[type] : nullptr; }
 
 std::string register_device(void * handle) {
     static const std::string problem = try_to_register(handle);
@@ -216,7 +214,7 @@ std::string register_device(void * handle) {
 }
 
 const char * set_for(int32_t type) {
-    const Kernel * kernel = kernel_for(type);
+    const Kernel * kernel = kernel_in_use(type);
     return kernel == nullptr ? nullptr : set_of(*kernel);
 }
 
@@ -225,7 +223,7 @@ void use_set(const std::string & name) { kernels_in_use().choose(name.empty() ? 
 void set_placing(const std::vector<int32_t> & types) {
     placed_types = 0;
     for (int32_t type : types) {
-        if (kernel_for(type) != nullptr) placed_types |= uint64_t(1) << type;
+        if (kernel_in_use(type) != nullptr) placed_types |= uint64_t(1) << type;
     }
 }
 

@@ -53,6 +53,20 @@ std::string resolve(void * handle, Library & library) {
     return missing;
 }
 
+Backend * make_backend(const Library & library, Device * device, int n_threads) {
+    using Set = void (*)(Backend *, int);
+    Backend * backend = library.device_init(device, nullptr);
+    void * set = library.proc_address(library.device_registry(device), "ggml_backend_set_n_threads");
+    if (backend != nullptr && set != nullptr) reinterpret_cast<Set>(set)(backend, n_threads);
+    return backend;
+}
+
+BufferType ** repacking_types(const Library & library, Device * cpu) {
+    using List = BufferType ** (*)(Device *);
+    void * list = library.proc_address(library.device_registry(cpu), "ggml_backend_dev_get_extra_bufts");
+    return list == nullptr ? nullptr : reinterpret_cast<List>(list)(cpu);
+}
+
 namespace {
 
 constexpr size_t object_bytes = 32;  // what ggml_tensor_overhead() counts besides the tensor

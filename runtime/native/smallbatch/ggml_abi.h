@@ -129,7 +129,7 @@ struct Tensor {
 // What each thread of the CPU backend computes an operation with.
 struct ComputeParams {
     int i_thread, n_threads;
-    size_t n_bytes;  // of
+    size_t n_bytes;  // of memory
     void * memory;   // for all threads together, as much as the graph's operations asked for
     ThreadPool * pool;
 };
@@ -204,6 +204,12 @@ struct Library {
 // Looks the functions up in the library with this dlopen handle and in what it depends on. Returns the names of those
 // that are missing, or nothing.
 std::string resolve(void * handle, Library & library);
+
+// A backend of the device, on so many threads where it can be told. Null where ggml makes none.
+Backend * make_backend(const Library & library, Device * device, int n_threads);
+
+// The CPU device's buffer types that repack, with a null at their end; null where it has no such list.
+BufferType ** repacking_types(const Library & library, Device * cpu);
 
 // Compares the layouts above with objects that the library makes. Returns what differs, or nothing.
 std::string mismatch(const Library & library);

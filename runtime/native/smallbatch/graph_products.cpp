@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
+#include <type_traits>
 
 #include "device.h"
 #include "kernels.h"
@@ -34,13 +34,13 @@ bool has_computed = false;       // that one
 
 size_t in_lines(size_t n_bytes) { return (n_bytes + line - 1) / line * line; }
 
-// Calls work(begin, end) for parts of 0 .. n-1 until all are dealt, to whichever thread is free: cores differ, and other programs
-// run. Many at first, since long runs of weights are read fastest, and `least` at the end, so that all threads end together.
-// Each thread comes from a barrier before which one of them has called begin_dealing().
+// What each thread does before a barrier behind which deal() follows.
 void begin_dealing(const ComputeParams & p) {
     if (p.i_thread == 0) cpu_functions.chunk_set(p.pool, 0);
 }
 
+// Calls work(begin, end) for parts of 0 .. n-1 until all are dealt, to whichever thread is free: cores differ, and other programs
+// run. Many at first, since long runs of weights are read fastest, and `least` at the end, so that all threads end together.
 template <class Work>
 void deal(const ComputeParams & p, size_t n, size_t least, const Work & work) {
     const size_t n_shares = 2 * size_t(p.n_threads);
@@ -243,11 +243,9 @@ Traits * traits_of(ExtraBuffers *, const Tensor * op) {
 
 // Whether a product on the CPU backend comes to compute(), and is right: 2 rows of weights times (1, 2).
 bool computes_here(const Library & lib, Device * cpu) {
-    Backend * backend = lib.device_init(cpu, nullptr);
+    Backend * backend = make_backend(lib, cpu, 1);
     Context * context = lib.init({1 << 16, nullptr, true});
     if (backend == nullptr || context == nullptr) return false;
-    using Set = void (*)(Backend *, int);
-    reinterpret_cast<Set>(lib.proc_address(lib.device_registry(cpu), "ggml_backend_set_n_threads"))(backend, 1);
     Tensor * weights = lib.new_tensor_2d(context, type_f32, 2, 2);
     Tensor * x = lib.new_tensor_2d(context, type_f32, 2, 1);
     Tensor * product = lib.mul_mat(context, weights, x);
@@ -282,9 +280,7 @@ std::string join_graphs(const Library & library, Device * cpu, void * cpu_librar
         !find(cpu_functions.chunk_add, "ggml_threadpool_chunk_add")) {
         return "ggml's CPU backend keeps its threads to itself";
     }
-    using Extra = BufferType ** (*)(Device *);
-    const auto extra = reinterpret_cast<Extra>(library.proc_address(library.device_registry(cpu), "ggml_backend_dev_get_extra_bufts"));
-    BufferType ** type = extra == nullptr ? nullptr : extra(cpu);
+    BufferType ** type = repacking_types(library, cpu);
     while (type != nullptr && *type != nullptr && std::strcmp((*type)->table.get_name(*type), "CPU_REPACK") != 0) ++type;
     if (type == nullptr || *type == nullptr || (*type)->context == nullptr) return "ggml's CPU backend was built without repacking";
     as_before = static_cast<ExtraBuffers *>((*type)->context);

@@ -39,15 +39,11 @@ Pointer made(Pointer pointer) {
 
 // Where llama.cpp's loader would put such weights for the CPU backend: the first repacking type that takes them.
 BufferType * stock_buffer_type(const Library & lib, Device * cpu, const Trial & trial) {
-    using Extra = BufferType ** (*)(Device *);
-    const auto extra =
-        reinterpret_cast<Extra>(lib.proc_address(lib.device_registry(cpu), "ggml_backend_dev_get_extra_bufts"));
     const ContextPtr context(made(lib.init({context_bytes, nullptr, true})));
     Tensor * weights = lib.new_tensor_2d(context.get(), trial.type, trial.n_in, trial.n_out);
     Tensor * x = lib.new_tensor_2d(context.get(), type_f32, trial.n_in, n_probe_rows);
     Tensor * product = lib.mul_mat(context.get(), weights, x);
-    const bool none = extra == nullptr || !trial.repacked;
-    for (BufferType ** type = none ? nullptr : extra(cpu); type != nullptr && *type != nullptr; ++type) {
+    for (BufferType ** type = trial.repacked ? repacking_types(lib, cpu) : nullptr; type != nullptr && *type != nullptr; ++type) {
         const BufferPtr empty(lib.alloc_buffer(*type, 0));
         weights->buffer = empty.get();
         if (lib.supports_op(cpu, product)) return *type;
@@ -55,20 +51,12 @@ BufferType * stock_buffer_type(const Library & lib, Device * cpu, const Trial & 
     return lib.cpu_buffer_type();
 }
 
-BackendPtr make_backend(const Library & lib, Device * device, int n_threads) {
-    using Set = void (*)(Backend *, int);
-    BackendPtr backend(made(lib.device_init(device, nullptr)));
-    const auto set = reinterpret_cast<Set>(lib.proc_address(lib.device_registry(device), "ggml_backend_set_n_threads"));
-    if (set != nullptr) set(backend.get(), n_threads);
-    return backend;
-}
-
 // The weights, and for each number of rows the graphs of a pass.
 class Contestant {
   public:
     Contestant(const Library & lib, const Trial & trial, const std::vector<int> & n_rows, bool ours) : lib_(lib) {
         Device * cpu = lib.device_by_type(device_cpu);
-        cpu_ = make_backend(lib, cpu, trial.n_threads);
+        cpu_.reset(made(make_backend(lib, cpu, trial.n_threads)));
         add_weights(trial, ours ? weights_buffer_type() : stock_buffer_type(lib, cpu, trial));
         for (int n : n_rows) add_pass(trial.n_in, n);
     }
