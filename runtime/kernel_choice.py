@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from llama_sidecar.sidecars import GGUFHeader
@@ -30,10 +29,10 @@ from .kernels import TRIAL_BYTES, Trial
 NAMES: tuple[str, ...] = ("auto", "ours", "stock")
 DEFAULT: str = "auto"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
-CLEAR_GAIN = 1.25  # in a trial: those of small models differ by up to a fifth from one to the next
+CLEAR_GAIN = 1.1  # of all products together, by bytes: a type's trials differ by a tenth from one to the next, a small model's by a fifth
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
 MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
-REPEATS = 6
+REPEATS = 5
 MAX_SCORE_BYTES = (
     512 << 20
 )  # of a batch's attention scores over a whole context, which only flash attention does without
@@ -125,19 +124,21 @@ def choose(
     if not shapes:
         return Choice(frozenset(), "there are none for these types")
     trials = _measured(shapes, n_rows=_n_rows(max_rows), threads=threads, repacked=repacked)
-    slower = {trial.type for trial in trials if trial.ours_gains < CLEAR_GAIN}
-    if len(slower) == len(trials):
+    slower = {trial.type for trial in trials if trial.ours_gains * CLEAR_GAIN < 1}
+    gains = {trial.type: trial.ours_gains for trial in trials if trial.type not in slower}
+    bytes_of = {type: n_bytes for type, (_, n_bytes) in shapes.items()}
+    n_bytes = sum(bytes_of.values())
+    gain = math.exp(sum(bytes_of[type] * math.log(gains[type]) for type in gains) / n_bytes)
+    if gain < CLEAR_GAIN:
         return Choice(frozenset(), "ours are not clearly faster here", trials)
-    gains = [trial.ours_gains for trial in trials if trial.type not in slower]
-    span = f"{min(gains):.1f}" if len(gains) == 1 else f"{min(gains):.1f} to {max(gains):.1f}"
-    return Choice(present - slower, f"{span} times as fast here", trials)
+    return Choice(present - slower, f"{gain:.1f} times as fast here", trials)
 
 
 def typical_shapes(header: GGUFHeader) -> dict[Type, tuple[tuple[int, int], int]]:
     """By type that has kernels and makes up LEAST_SHARE: values in and out of a typical matrix, and bytes of all of them.
 
-    Typical is the mean of the layers' matrices, an expert's counted as one; those of the whole vocabulary count where there
-    are no others. The types with most bytes come first, MAX_MEASURED at most.
+    Typical is the shape with most bytes among the layers' matrices, an expert's counted as one; those of the whole vocabulary
+    count where there are no others. The types with most bytes come first, MAX_MEASURED at most.
     """
     matrices = [info for info in header.tensors.values() if len(info.shape) > 1]
     least = max(1.0, LEAST_SHARE * sum(info.n_bytes for info in matrices))
@@ -148,13 +149,11 @@ def typical_shapes(header: GGUFHeader) -> dict[Type, tuple[tuple[int, int], int]
         if n_bytes < least:
             continue
         layers = [info for info in all_of_it if info.name not in _WHOLE_VOCABULARY] or all_of_it
-        by_n_in: dict[int, int] = {}
+        by_shape: dict[tuple[int, int], int] = {}
         for info in layers:
-            by_n_in[info.shape[0]] = by_n_in.get(info.shape[0], 0) + info.n_bytes
-        n_in = max(by_n_in, key=lambda n: by_n_in[n])
-        block, block_bytes = GGML_QUANT_SIZES[type]
-        mean_bytes = sum(info.n_bytes for info in layers) / sum(math.prod(info.shape[2:]) for info in layers)
-        shapes[type] = ((n_in, max(1, round(mean_bytes / (n_in // block * block_bytes)))), n_bytes)
+            shape = (info.shape[0], info.shape[1])
+            by_shape[shape] = by_shape.get(shape, 0) + info.n_bytes
+        shapes[type] = (max(by_shape, key=lambda shape: by_shape[shape]), n_bytes)
     return dict(sorted(shapes.items(), key=lambda item: -item[1][1])[:MAX_MEASURED])
 
 

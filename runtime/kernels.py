@@ -21,7 +21,7 @@ from . import _native
 from .library import llama
 
 MAX_ROWS = 8  # of a product
-TRIAL_BYTES = 48 << 20  # of weights per pass: more than most caches hold
+TRIAL_BYTES = 96 << 20  # of weights per pass: far more than most caches hold
 TRIAL_SHAPE = (1024, 2048)  # values in, values out; a row is a multiple of every block
 _lock = threading.Lock()
 

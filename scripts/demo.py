@@ -20,6 +20,7 @@ from llama_sidecar.runtime.prompts import Prompt
 from ._report import summary
 from ._show import note
 
+MAIN_TYPE = "Q4_0"  # the one that this model decodes plainly the fastest at (docs/PERFORMANCE.md): what speculation must beat
 N_PROMPTS = 20
 N_SHOWN = 3  # texts
 BUDGET_S = 40
@@ -45,8 +46,10 @@ def command(out: Path, n: int) -> None:
     the wheel. Takes less than a minute.
     """
     checkpoint = _find_checkpoint()
-    click.echo(f"1. Convert {checkpoint} to a main GGUF and its sidecar\n")
-    files = convert(checkpoint, out, force=True)
+    click.echo(
+        f"1. Convert {checkpoint} to a main GGUF and its sidecar, at the type that it runs fastest at\n"
+    )
+    files = convert(checkpoint, out, MAIN_TYPE, force=True)
     if files.main is None or files.sidecar is None:
         raise LoadError(f"{checkpoint} gave no pair of files: {'; '.join(files.warnings)}")
     click.echo(f"   main     {files.main}  ({files.main_type}, {files.main_bytes / 1e6:.1f} MB)")

@@ -403,6 +403,6 @@ def test_demo_goes_the_whole_way(tmp_path: Path) -> None:
     result = call("demo", "--out", tmp_path / "models", "-n", 16)
     assert result.exit_code == 0, result.output
     written = sorted(path.name for path in (tmp_path / "models").iterdir())
-    assert written == ["demo-Q8_0.gguf", "mtp-demo-Q8_0.gguf"]
+    assert written == ["demo-Q4_0.gguf", "mtp-demo-Q8_0.gguf"]
     assert "token ids equal" in result.stdout and "speed-up" in result.stdout
-    assert f"llama-sidecar chat {tmp_path / 'models' / 'demo-Q8_0.gguf'}" in result.stdout
+    assert f"llama-sidecar chat {tmp_path / 'models' / 'demo-Q4_0.gguf'}" in result.stdout

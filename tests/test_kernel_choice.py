@@ -88,6 +88,31 @@ def test_where_ours_is_slower_it_is_left(pair_of: PairOf, trials: list[dict[str,
     assert choice.ours == frozenset() and str(choice) == "stock (ours are not clearly faster here)"
 
 
+@pytest.mark.parametrize(
+    ("gains", "ours"),
+    [
+        ({T.Q8_0: 1.05, T.Q4_0: 1.6}, {T.Q8_0, T.Q4_0}),  # together clearly faster, and none clearly slower
+        ({T.Q8_0: 0.8, T.Q4_0: 1.6}, {T.Q4_0}),
+        ({T.Q8_0: 1.01, T.Q4_0: 1.1}, set()),
+    ],
+)
+def test_types_are_judged_together_but_one_that_is_slower_is_left(
+    pair_of: PairOf, monkeypatch: pytest.MonkeyPatch, gains: dict[T, float], ours: set[T]
+) -> None:
+    """A model whose types are all ours has equal rows at every width; a tenth is what trials differ by."""
+
+    def try_out(type: T, *, n_rows: Any, shape: Any, n_bytes: int, **options: Any) -> kernels.Trial:
+        return kernels.Trial(type, shape, n_bytes, n_rows, (1.0,) * len(n_rows), (gains[type],) * len(n_rows))
+
+    monkeypatch.setattr(kernels, "try_out", try_out)
+    headers = [read_model(pair_of("R", name).main) for name in ("Q8_0", "Q4_0")]
+    shapes = [typical_shapes(header) for header in headers]
+    monkeypatch.setattr(
+        kernel_choice, "typical_shapes", lambda _: {T.Q8_0: shapes[0][T.Q8_0], T.Q4_0: shapes[1][T.Q4_0]}
+    )
+    assert choose("auto", headers, max_rows=4, threads=2).ours & gains.keys() == ours
+
+
 def test_on_a_gpu_it_is_stock_and_ours_is_refused(header: GGUFHeader, trials: list[dict[str, Any]]) -> None:
     choice = choose("auto", [header], max_rows=5, threads=2, gpu_layers=3)
     assert str(choice) == "stock (3 layers go to a GPU)" and not trials
@@ -117,7 +142,9 @@ def test_ours_is_refused_for_a_file_without_its_types(
 def test_typical_shapes_are_those_of_the_layers(header: GGUFHeader) -> None:
     (n_in, n_out), n_bytes = typical_shapes(header)[T.Q8_0]
     matrices = [t for t in header.tensors.values() if t.type == T.Q8_0 and len(t.shape) > 1]
-    assert n_in in {t.shape[0] for t in matrices} and 1 <= n_out < len(header.keys["tokenizer.ggml.tokens"])
+    n_tokens = len(header.keys["tokenizer.ggml.tokens"])
+    shapes = [t.shape[:2] for t in matrices if n_tokens not in t.shape]
+    assert (n_in, n_out) in shapes
     assert n_bytes == sum(t.n_bytes for t in matrices)
 
 
