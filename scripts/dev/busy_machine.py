@@ -20,6 +20,7 @@ from statistics import median
 
 from llama_sidecar.runtime import Session, load
 from llama_sidecar.runtime.bench import p_accept
+from llama_sidecar.runtime.prompts import Prompt
 
 PIECE = 48  # tokens a text
 SETTLE_S = 1.0  # what runs beside is noticed a few times a second
@@ -37,15 +38,15 @@ def busy_loops(n: int) -> Iterator[None]:
             loop.wait()
 
 
-def speed(session: Session, seconds: float, coin: float | None) -> float:
+def speed(session: Session, prompt: list[int], seconds: float, coin: float | None) -> float:
     """Tokens a second over texts that take so long together; the first, in which the machine is looked at, does not count."""
     n, taken, seed = 0, 0.0, 0
     started = time.perf_counter()
     while time.perf_counter() - started < SETTLE_S + seconds or not n:
         if coin is None:
-            text = session.generate("def main():\n", max_tokens=PIECE, temperature=0, ignore_eos=True)
+            text = session.generate(prompt, max_tokens=PIECE, temperature=0, ignore_eos=True)
         else:
-            text = session.generate_synthetic("def main():\n", p_accept=coin, max_tokens=PIECE, seed=seed)
+            text = session.generate_synthetic(prompt, p_accept=coin, max_tokens=PIECE, seed=seed)
         settled = time.perf_counter() - started > SETTLE_S
         text.read()
         seed += 1
@@ -76,11 +77,12 @@ def main() -> None:
         model.session(spec_type="none", learn=False) as plain,
         model.session(learn=False) as spec,
     ):
+        prompt = Prompt("def main():\n", "code").tokens(model)
         for _ in range(args.turns):
             for loops in arms:
                 with busy_loops(loops):
-                    plain_s[loops].append(speed(plain, args.seconds, None))
-                    spec_s[loops].append(speed(spec, args.seconds, coin))
+                    plain_s[loops].append(speed(plain, prompt, args.seconds, None))
+                    spec_s[loops].append(speed(spec, prompt, args.seconds, coin))
     print(
         "| loops | plain tok/s | speculative tok/s | plain over idle | speculative over idle | over plain |"
     )

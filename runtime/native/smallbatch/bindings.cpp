@@ -63,7 +63,7 @@ void multiply_rows(int32_t type, Weights weights, Rows x, Out out, const std::st
     share(n_out, n_threads, [&](size_t begin, size_t end) {
         if (begin == end) return;
         kernel->multiply[n_rows - 1]({weights.data(), weights.data() + n_out * row_bytes, row_bytes, n_in, rows.get(), x_bytes,
-                                      out.data(), n_out, int(n_rows), begin, end});
+                                      out.data(), n_out, int(n_rows), begin, end, second_level_first()});
     });
 }
 

@@ -84,7 +84,8 @@ const uint8_t * row_of(const Tensor & x, size_t row, size_t plane) {
 Product product(const Tensor & weights, size_t matrix, const uint8_t * rows, size_t x_bytes, int n_rows, float * out) {
     const size_t n_in = size_t(weights.ne[0]), n_out = size_t(weights.ne[1]);
     const uint8_t * first = static_cast<const uint8_t *>(weights.data) + matrix * weights.nb[2];
-    return {first, first + n_out * weights.nb[1], weights.nb[1], n_in, rows, x_bytes, out, n_out, n_rows, 0, n_out};
+    static const bool into_second = second_level_first();
+    return {first, first + n_out * weights.nb[1], weights.nb[1], n_in, rows, x_bytes, out, n_out, n_rows, 0, n_out, into_second};
 }
 
 void multiply(const Kernel & kernel, Product product, size_t begin, size_t end) {

@@ -34,6 +34,14 @@ static bool has_i8mm() {
 }
 #endif
 
+bool second_level_first() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
 const KernelSet * kernel_sets(size_t & n_sets) {
     static const KernelSet sets[] = {
 #ifdef SMALLBATCH_AVX512_BF16

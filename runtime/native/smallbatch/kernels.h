@@ -75,7 +75,12 @@ struct Product {
     size_t out_stride;
     int n_rows;
     size_t begin, end;
+    bool into_second;  // weights are prefetched into the second-level cache (`second_level_first`)
 };
+
+// Whether this processor reads weights faster if they are prefetched into its second-level cache: AMD's, whose first-level cache
+// of 32 KiB the rows of x need, and which waits for prefetches into it.
+bool second_level_first();
 
 // Writes one prepared row.
 using Prepare = void (*)(const float * x, size_t n_in, uint8_t * prepared);

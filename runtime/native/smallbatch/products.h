@@ -440,10 +440,30 @@ SMALLBATCH_INLINE void in_streams(const Product & p, F compute) {
     }
 }
 
+// How far ahead of their use weights are asked for, and whether into the second-level cache (`second_level_first`).
+template <size_t n_bytes_, bool into_second_>
+struct Ahead {
+    static constexpr size_t n_bytes = n_bytes_;
+    static constexpr bool into_second = into_second_;
+};
+using InFirst = Ahead<2048, false>;
+template <int R>
+using InSecond = Ahead<R <= 2 ? 1024 : 3072, true>;
+
+// Calls multiply(ahead) as the processor likes it. Where it computes more than it waits for memory, at many rows and for weights of less
+// than a byte a value, it makes no difference, or is a loss.
+template <Type type, int R, class F>
+SMALLBATCH_INLINE void asking_ahead(const Product & p, F multiply) {
+    if constexpr (R <= 5 && block_of(type).n_bytes > block_of(type).n_values) {
+        if (p.into_second) return multiply(InSecond<R>{});
+    }
+    multiply(InFirst{});
+}
+
 // Goes through the weights of N outputs side by side, a unit of blocks of each at a time: add(u, x, j, w) adds unit u of output j,
 // whose weights w[0] points at, and of as many outputs after it as are taken `together`, at w[1] and so on; x is where the first
 // prepared row has its x_bytes for that unit. What is no whole unit in the end is left to add_rest(u, x, j, w, n_blocks).
-template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together, int N, class F, class Rest>
+template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together, class Ahead, int N, class F, class Rest>
 SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add, Rest add_rest) {
     constexpr Block block = block_of(type);
     constexpr size_t unit_bytes = unit_blocks * block.n_bytes;
@@ -456,7 +476,7 @@ SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], 
 #pragma GCC unroll 4
         for (int j = 0; j < N; j += together) {
 #pragma GCC unroll 2
-            for (int k = j; k < j + together; ++k) I::template prefetch<unit_bytes>(w[k]);
+            for (int k = j; k < j + together; ++k) I::template prefetch<unit_bytes, Ahead>(w[k]);
             add(u, x, j, w + j);
 #pragma GCC unroll 2
             for (int k = j; k < j + together; ++k) w[k] += unit_bytes;
@@ -469,7 +489,7 @@ SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], 
 }
 
 // The same where zeros are put in the place of the blocks that are missing of the last unit: the rows have zeros there, too.
-template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, int N, class F>
+template <class I, Type type, size_t unit_blocks, size_t x_bytes, int together = 1, class Ahead = InFirst, int N, class F>
 SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], F add) {
     const auto add_rest = [&](size_t u, const uint8_t * x, int j, const uint8_t * const * w, size_t n_blocks) SMALLBATCH_LAMBDA {
         constexpr size_t block_bytes = block_of(type).n_bytes;
@@ -482,7 +502,7 @@ SMALLBATCH_INLINE void each_unit(const Product & p, const size_t (&outputs)[N], 
         }
         add(u, x, j, filled_up);
     };
-    each_unit<I, type, unit_blocks, x_bytes, together>(p, outputs, add, add_rest);
+    each_unit<I, type, unit_blocks, x_bytes, together, Ahead>(p, outputs, add, add_rest);
 }
 
 // Stores the sums of N streams of R rows, [j * R + r] of output j in row r: `one(i)` and `four(i, i1, i2, i3)` add up sums i over
@@ -591,6 +611,11 @@ struct QuantisedProduct {
     }
 
     static void multiply(const Product & p) {
+        asking_ahead<W::type, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+    }
+
+    template <class Ahead>
+    static SMALLBATCH_INLINE void multiply_asking(const Product & p) {
         constexpr size_t weights_bytes = Unit::n_blocks * block_of(W::type).n_bytes;  // of a unit
         const float * x_sums = reinterpret_cast<const float *>(p.x + Rows::sums_offset(p.n_in));
         alignas(64) int32_t kept[I::lanes] = {};
@@ -616,7 +641,7 @@ struct QuantisedProduct {
                 }
                 add(from, x, x_sums, p.x_bytes, products + j * R, minima + j * R, reinterpret_cast<const uint8_t *>(kept));
             };
-            each_unit<I, W::type, Unit::n_blocks, unit_bytes, 1>(p, outputs, add_unit, add_rest);
+            each_unit<I, W::type, Unit::n_blocks, unit_bytes, 1, Ahead>(p, outputs, add_unit, add_rest);
             if constexpr (W::has_minima) {
                 store_differences<I, R>(p, outputs, products, minima);
             } else {
@@ -670,9 +695,14 @@ struct DenseProduct {
     }
 
     static void multiply(const Product & p) {
+        asking_ahead<W::type, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+    }
+
+    template <class Ahead>
+    static SMALLBATCH_INLINE void multiply_asking(const Product & p) {
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
             typename I::floats evens[N * R] = {}, odds[N * R] = {};
-            each_unit<I, W::type, step, 4 * step>(
+            each_unit<I, W::type, step, 4 * step, 1, Ahead>(
                 p, outputs, [&](size_t, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
                     add(w[0], x, p.x_bytes, evens + j * R, odds + j * R);
                 });

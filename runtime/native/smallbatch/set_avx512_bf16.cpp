@@ -37,9 +37,14 @@ struct Bf16Product {
     }
 
     static void multiply(const Product & p) {
+        asking_ahead<Type::bf16, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+    }
+
+    template <class Ahead>
+    static SMALLBATCH_INLINE void multiply_asking(const Product & p) {
         in_streams<N>(p, [&](const size_t(&outputs)[N]) SMALLBATCH_LAMBDA {
             __m512 evens[N * R] = {}, odds[N * R] = {};
-            each_unit<Vectors512, Type::bf16, step, 2 * step>(
+            each_unit<Vectors512, Type::bf16, step, 2 * step, 1, Ahead>(
                 p, outputs, [&](size_t, const uint8_t * x, int j, const uint8_t * const * w) SMALLBATCH_LAMBDA {
                     add(w[0], x, p.x_bytes, evens + j * R, odds + j * R);
                 });

@@ -23,7 +23,7 @@ struct Portable {
         float v[8];
     };
 
-    template <size_t n_bytes>
+    template <size_t n_bytes, class Ahead>
     static void prefetch(const uint8_t *) {}
 
     // Bytes. A gather loads 16 bytes for each of `group` blocks, from where `at(block)` says.

@@ -21,9 +21,9 @@ struct Neon {
         float32x4_t low, high;
     };
 
-    template <size_t n_bytes>
+    template <size_t n_bytes, class Ahead>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
-        for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(p + i + 2048);
+        for (size_t i = 0; i < n_bytes; i += 64) __builtin_prefetch(p + i + Ahead::n_bytes);
     }
 
     template <class F>

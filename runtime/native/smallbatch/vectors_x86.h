@@ -15,10 +15,10 @@ struct VectorsX86 {
     template <int64_t n>
     static constexpr int64_t each = n * 0x0101010101010101;  // the same in every byte
 
-    template <size_t n_bytes>
+    template <size_t n_bytes, class Ahead>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
         for (size_t i = 0; i < n_bytes; i += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(p + i + 2048), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char *>(p + i + Ahead::n_bytes), Ahead::into_second ? _MM_HINT_T1 : _MM_HINT_T0);
     }
 
     static SMALLBATCH_INLINE __m128i load16(const uint8_t * p) {
