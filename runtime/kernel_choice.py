@@ -29,14 +29,14 @@ from .kernels import TRIAL_BYTES, Trial
 NAMES: tuple[str, ...] = ("auto", "ours", "stock")
 DEFAULT: str = "auto"
 MAX_AGE_S = 7 * 24 * 3600.0  # as long as costs are kept
-CLEAR_GAIN = 1.1  # of all products together, by bytes: a type's trials differ by a tenth from one to the next, a small model's by a fifth
+CLEAR_GAIN = 1.1  # of all products together, by bytes; trials differ by up to 3 % from one to the next where nothing else runs
 LEAST_SHARE = 0.02  # of a model's matrices, in bytes; what is less does not decide
-MAX_MEASURED = 4  # types: the largest, about a quarter of a second each
+MAX_MEASURED = 4  # types: the largest, about half a second each
 REPEATS = 5
 MAX_SCORE_BYTES = (
     512 << 20
 )  # of a batch's attention scores over a whole context, which only flash attention does without
-SCHEMA = 3  # also counted up when the kernels get faster: what is remembered of the old ones is too low
+SCHEMA = 4  # also counted up when the kernels get faster: what is remembered of the old ones is too low
 _WHOLE_VOCABULARY = (
     "token_embd.weight",
     "output.weight",
