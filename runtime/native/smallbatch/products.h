@@ -450,11 +450,11 @@ using InFirst = Ahead<2048, false>;
 template <int R>
 using InSecond = Ahead<R <= 2 ? 1024 : 3072, true>;
 
-// Calls multiply(ahead) as the processor likes it. Where it computes more than it waits for memory, at many rows and for weights of less
-// than a byte a value, it makes no difference, or is a loss.
-template <Type type, int R, class F>
+// Calls multiply(ahead) as the processor likes it, where the set has code for both (`either`) and up to five rows: with many rows,
+// weights of less than a byte a value, or without AVX512, computing counts more than memory.
+template <bool either, int R, class F>
 SMALLBATCH_INLINE void asking_ahead(const Product & p, F multiply) {
-    if constexpr (R <= 5 && block_of(type).n_bytes > block_of(type).n_values) {
+    if constexpr (either && R <= 5) {
         if (p.into_second) return multiply(InSecond<R>{});
     }
     multiply(InFirst{});
@@ -611,7 +611,7 @@ struct QuantisedProduct {
     }
 
     static void multiply(const Product & p) {
-        asking_ahead<W::type, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+        asking_ahead<I::asks_either(W::type), R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
     }
 
     template <class Ahead>
@@ -695,7 +695,7 @@ struct DenseProduct {
     }
 
     static void multiply(const Product & p) {
-        asking_ahead<W::type, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+        asking_ahead<I::asks_either(W::type), R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
     }
 
     template <class Ahead>

@@ -37,7 +37,7 @@ struct Bf16Product {
     }
 
     static void multiply(const Product & p) {
-        asking_ahead<Type::bf16, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
+        asking_ahead<true, R>(p, [&](auto ahead) SMALLBATCH_LAMBDA { multiply_asking<decltype(ahead)>(p); });
     }
 
     template <class Ahead>

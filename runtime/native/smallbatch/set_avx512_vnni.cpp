@@ -6,6 +6,7 @@ namespace {
 
 struct Avx512Vnni : Vectors512 {
     static constexpr int signed_offset = 128;
+    static constexpr bool asks_either(Type type) { return type == Type::q8_0; }  // AMD's have AVX512-BF16, too
 
     static SMALLBATCH_INLINE bytes from_signed(bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(char(128))); }
     static SMALLBATCH_INLINE ints dot(ints sum, const uint8_t * x, bytes codes) {

@@ -8,6 +8,7 @@ struct Portable {
     static constexpr int lanes = 4, group = 1;
     static constexpr int signed_offset = 0;
     static constexpr bool one_pass = false;
+    static constexpr bool asks_either(Type) { return false; }
     static constexpr int n_sums = 1;  // kept in registers
 
     struct bytes {

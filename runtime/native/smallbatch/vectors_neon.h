@@ -12,6 +12,7 @@ struct Neon {
     static constexpr int lanes = 4, group = 1;
     static constexpr int signed_offset = 0;
     static constexpr bool one_pass = true;
+    static constexpr bool asks_either(Type) { return false; }
     static constexpr int n_sums = 16;  // kept in registers
 
     using bytes = uint8x16_t;

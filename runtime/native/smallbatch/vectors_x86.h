@@ -15,6 +15,8 @@ struct VectorsX86 {
     template <int64_t n>
     static constexpr int64_t each = n * 0x0101010101010101;  // the same in every byte
 
+    static constexpr bool asks_either(Type) { return false; }
+
     template <size_t n_bytes, class Ahead>
     static SMALLBATCH_INLINE void prefetch(const uint8_t * p) {
         for (size_t i = 0; i < n_bytes; i += 64)
