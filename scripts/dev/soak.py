@@ -190,6 +190,13 @@ def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> R
     n_first = n_requests // 5
     began = time.monotonic()
 
+    def asked(i: int, *, leaves: bool) -> str:
+        """How the ith request ended; of the first ones, those that are told to wait ask again."""
+        while True:
+            end = ask(server.url, random.Random(seed * 1_000_003 + i), leaves=leaves)
+            if end != "told to wait" or i >= n_first:
+                return end
+
     def client(numbers: Iterator[int]) -> None:
         while True:
             with lock:
@@ -197,12 +204,10 @@ def soak(server: Served, *, n_requests: int, n_clients: int, seed: int = 0) -> R
                 if i is None:
                     return
                 report.memory_mib.append(memory_mib(pid))
-            while True:
-                end = ask(server.url, random.Random(seed * 1_000_003 + i), leaves=i % 3 == 2)
-                if end != "told to wait" or i >= n_first:
-                    break
+            end = asked(i, leaves=i % 3 == 2)
             if end == "left" and i < n_first:  # perhaps before it cost what its sort costs once
-                ask(server.url, random.Random(seed * 1_000_003 + i), leaves=False)
+                whole = asked(i, leaves=False)
+                end = whole if whole.startswith("failed") else end
             with lock:
                 report.ends[end] += 1
 
