@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import struct
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -204,7 +205,11 @@ def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
         torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     }  # fmt: skip
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # torch's about the format, before or beside what it raises or we say
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for a bad file
         raise BadShard(
             f"{path} cannot be read by torch: {str(error).splitlines()[0] if str(error) else error!r}"
@@ -219,7 +224,8 @@ def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
             raise UnsupportedModel(f"{name} in {path.name} is {found}; expected a dense tensor of numbers")
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise BadShard(f"{name} in {path} repeats what is stored of it; expected every value once")
-    base = _mapped_at(path, {t.untyped_storage().data_ptr() for t in state.values() if t.numel()})
+    storages = [t.untyped_storage() for t in state.values() if t.numel()]
+    base = _mapped_at(path, {storage.data_ptr(): storage.nbytes() for storage in storages})
     tensors = {}
     for name, tensor in state.items():
         read_into = _from(file, tensor.data_ptr() - base)
@@ -241,21 +247,29 @@ def _copy_from(data: U8) -> Callable[[int, U8], None]:
     return read_into
 
 
-def _mapped_at(path: Path, addresses: set[int]) -> int:
-    """Where torch has mapped a file, a zip archive: there all `addresses` are those of its records' data. Raises BadShard."""
-    if not addresses:
+def _mapped_at(path: Path, storages: dict[int, int]) -> int:
+    """Where torch has mapped a file, a zip archive; `storages` are bytes by address, each within one record. Raises BadShard."""
+    if not storages:
         return 0
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            starts = {_data_start(file, record) for record in archive.infolist()}
+            stored = [record for record in archive.infolist() if record.compress_type == zipfile.ZIP_STORED]
+            records = {_data_start(file, record): record.file_size for record in stored}
     except Exception as error:  # zipfile raises more than its own for a bad one
         raise BadShard(f"{path} is a broken archive: {error}") from error
-    first = min(addresses)
-    for start in starts:
+    first = min(storages)
+    for start in records:
         base = first - start
-        if base % mmap.PAGESIZE == 0 and all(address - base in starts for address in addresses):
-            return base
-    raise BadShard(f"{path} is packed in a way that is not known here: save it anew with torch.save")
+        if base % mmap.PAGESIZE == 0 and all(address - base in records for address in storages):
+            break
+    else:
+        raise BadShard(f"{path} is packed in a way that is not known here: save it anew with torch.save")
+    for address, n_bytes in storages.items():
+        if n_bytes > records[address - base]:
+            raise BadShard(
+                f"{path} says that {n_bytes} bytes of a tensor are stored where {records[address - base]} are: it is damaged"
+            )
+    return base
 
 
 def _data_start(file: BinaryIO, record: zipfile.ZipInfo) -> int:

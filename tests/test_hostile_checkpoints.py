@@ -7,6 +7,7 @@ that lead out of the folder test_checkpoint.py has.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -28,8 +29,8 @@ from llama_sidecar.converter.config import Config
 from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint, UnsafePath
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
-from llama_sidecar.converter.places import MAX_SMALL_BYTES
-from llama_sidecar.converter.shards import _mapped_at
+from llama_sidecar.converter.places import MAX_SMALL_BYTES, Folder
+from llama_sidecar.converter.shards import _mapped_at, read_bin
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -314,8 +315,61 @@ def test_an_archive_broken_anywhere_is_one_line(tmp_path: Path) -> None:
         for byte in (0, 1, 64, 127, 255):
             path.write_bytes(sound[:at] + bytes([byte]) + sound[at + 1 :])
             with pytest.raises(BadShard, match=r"broken archive|packed in a way") as error:
-                _mapped_at(path, {1})
+                _mapped_at(path, {1: 8})
             assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("compression", "n_values", "said"),
+    [
+        (zipfile.ZIP_STORED, 24, None),
+        (zipfile.ZIP_STORED, 25, "says that 100 bytes of a tensor are stored where 96 are"),
+        (
+            zipfile.ZIP_STORED,
+            215,
+            "bytes of a tensor are stored where 96 are",
+        ),  # to the end of the file, no whole number of values
+        (zipfile.ZIP_DEFLATED, 24, "packed in a way"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_shard_whose_tensor_is_longer_than_its_record(
+    tmp_path: Path, turned: bool, compression: int, n_values: int, said: str | None
+) -> None:
+    """Of which torch maps what stands behind the record, too. Found by scripts/dev/fuzz/readers.py."""
+    torch = pytest.importorskip("torch")
+    place, name = Folder(tmp_path), "pytorch_model.bin"
+    whole, packed = torch.arange(24.0).reshape(4, 6), io.BytesIO()
+    torch.save({"a": whole.T if turned else whole}, packed)
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(tmp_path / name, "w", compression) as new:
+        for record in old.namelist():
+            data = old.read(record)
+            if record.endswith(".pkl"):
+                assert data.count(b"K\x18t") == 1
+                data = data.replace(b"K\x18t", b"K" + bytes([n_values]) + b"t")
+            new.writestr(record, data)
+    with contextlib.ExitStack() as files:
+        file = place.open(name, files)
+        if said is None:
+            rows = read_bin(place.path(name), file)["a"].raw_rows(0, 2)
+            assert rows.tobytes() == (whole.T if turned else whole)[:2].numpy().tobytes()
+        else:
+            with pytest.raises(BadShard, match=said):
+                read_bin(place.path(name), file)
+
+
+def test_torch_says_nothing_beside_our_line(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    place, name, packed = Folder(tmp_path), "pytorch_model.bin", io.BytesIO()
+    torch.save({"a": torch.zeros(4)}, packed)
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(tmp_path / name, "w") as new:
+        for record in old.namelist():
+            data = old.read(record)
+            new.writestr(record, b"\x80\x11" + data[2:] if record.endswith(".pkl") else data)
+    with contextlib.ExitStack() as files, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read_bin(place.path(name), place.open(name, files))
+    assert not said
 
 
 def test_a_template_is_copied_and_not_run(tmp_path: Path) -> None:

@@ -118,7 +118,11 @@ def bounded(run: Callable[[bytes], None]) -> Callable[[bytes], None]:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    warnings.simplefilter("error", RuntimeWarning)  # numpy's, which would stand beside the one line
+    for category in (
+        RuntimeWarning,
+        UserWarning,
+    ):  # numpy's and torch's, which would stand beside the one line
+        warnings.simplefilter("error", category)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     signal.signal(signal.SIGPROF, stop)
     return run_bounded
@@ -315,7 +319,12 @@ def mutate_bin(data: bytes, rng: random.Random) -> bytes:
         return _put_number(data, rng, [rng.randrange(max(1, len(data)))])
     packed = io.BytesIO()
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w") as new:
+        with (
+            zipfile.ZipFile(io.BytesIO(data)) as old,
+            zipfile.ZipFile(packed, "w") as new,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # a name that occurs twice
             names = old.namelist()
             chosen = rng.choice(
                 [name for name in names if name.endswith(".pkl")] if rng.random() < 0.8 else names
