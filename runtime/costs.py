@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ COIN = 0.5  # some rounds then follow on one with many drafts that stood, and so
 WEAK = 0.1  # of an opinion against a measurement
 N_FITS = 30
 CALM = 1.15  # a median so far above the fastest third was disturbed
-SCHEMA = 3
+SCHEMA = 4
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
 
 import csv
@@ -77,6 +78,19 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
     return n_expected
 
 
+def expected_draft_changes(acceptance: Sequence[float]) -> float:
+    """Decodes of the drafter a round whose rows are not as many as those of its decode before, where each round has this depth.
+
+    Its first decode has the drafts of the round before that stood, its others one row each.
+
+    >>> expected_draft_changes([0.75]), expected_draft_changes([0.75, 0.5])
+    (0.375, 1.5)
+    """
+    if not acceptance:
+        return 0.0
+    return 2 * acceptance[0] * (1 - acceptance[0] if len(acceptance) == 1 else 1)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a round's parts.
@@ -87,6 +101,7 @@ class Costs:
         first_draft_s: the first draft of a round that follows on one in which no draft stood.
         draft_step_s: each further draft.
         catch_up_s: what the first draft takes longer for each draft of the round before that stood.
+        draft_change_s: what a decode of the drafter takes longer that has not as many rows as its last (a new graph, too).
         overhead_s: everything else in a round, whatever it emits.
         token_s: everything else, for each token emitted (choosing it, its text).
         change_s: what the first round at another depth takes longer (llama.cpp makes new graphs).
@@ -109,6 +124,7 @@ class Costs:
     first_draft_s: float
     draft_step_s: float
     catch_up_s: float = 0.0
+    draft_change_s: float = 0.0
     overhead_s: float = 0.0
     token_s: float = 0.0
     change_s: float = 0.0
@@ -118,7 +134,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         positive = (self.plain_s, *self.verify_s, self.first_draft_s, self.draft_step_s)
-        seconds = (*positive, self.catch_up_s, self.overhead_s, self.token_s, self.change_s)
+        seconds = (*positive, self.catch_up_s, self.draft_change_s)
+        seconds += (self.overhead_s, self.token_s, self.change_s)
         if (
             len(self.verify_s) < 2
             or not all(math.isfinite(s) and s >= 0 for s in seconds)
@@ -131,21 +148,23 @@ class Costs:
         """The greatest depth whose verification is covered."""
         return len(self.verify_s) - 1
 
-    def draft_s(self, depth: int, n_stood: float = 0.0) -> float:
-        """Seconds of the drafter in a round that follows on one in which `n_stood` drafts stood."""
+    def draft_s(self, depth: int, n_stood: float = 0.0, n_changes: float = 0.0) -> float:
+        """Seconds of the drafter in a round that follows on one in which `n_stood` drafts stood, with so many new graphs."""
         if not depth:
             return 0.0
-        return self.first_draft_s + (depth - 1) * self.draft_step_s + n_stood * self.catch_up_s
+        catch_up_s = n_stood * self.catch_up_s + n_changes * self.draft_change_s
+        return self.first_draft_s + (depth - 1) * self.draft_step_s + catch_up_s
 
-    def round_s(self, depth: int, n_stood: float = 0.0) -> float:
+    def round_s(self, depth: int, n_stood: float = 0.0, n_changes: float = 0.0) -> float:
         """Seconds of a round but for its tokens' own; at depth 0 of a plain round."""
         target_s = self.verify_s[depth] if depth else self.plain_s
-        return target_s + self.draft_s(depth, n_stood) + self.overhead_s
+        return target_s + self.draft_s(depth, n_stood, n_changes) + self.overhead_s
 
     def seconds_per_token(self, acceptance: Sequence[float]) -> float:
         """Seconds a token takes on average in rounds with as many drafts as `acceptance` has positions; none is plain."""
         n_tokens = expected_tokens(acceptance)
-        return self.round_s(len(acceptance), n_tokens - 1) / n_tokens + self.token_s
+        n_changes = expected_draft_changes(acceptance)
+        return self.round_s(len(acceptance), n_tokens - 1, n_changes) / n_tokens + self.token_s
 
     def speedup(self, acceptance: Sequence[float]) -> float:
         """Speed of such rounds over plain decoding's."""
@@ -326,11 +345,15 @@ def _waited_s() -> float:
 
 @dataclass(frozen=True)
 class _Round:
-    """Counts and seconds of one round. `n_stood` are the drafts that stood in the one before; `changed`: it had another depth."""
+    """Counts and seconds of one round. `n_stood` are the drafts that stood in the one before; `changed`: it had another depth.
+
+    `n_changes` are decodes of the drafter that had not as many rows as its last.
+    """
 
     changed: bool
     n_drafted: int
     n_stood: int
+    n_changes: int
     n_emitted: int
     draft_s: float
     verify_s: float
@@ -347,6 +370,7 @@ class _Rehearsal(_native.Pacing):
         self._depths = depths
         self._deadline = deadline
         self._n_stood = 0
+        self._n_draft_rows = 0  # of the drafter's last decode
         self._last_depth = -1
         self._last_s = 0.0  # the clock after the last round
 
@@ -367,8 +391,13 @@ class _Rehearsal(_native.Pacing):
         now = time.perf_counter()
         other_s = max(0.0, now - self._last_s - draft_s - verify_s)
         changed = n_drafted != self._last_depth
+        n_changes = 0
+        if n_drafted:
+            decodes = [self._n_draft_rows, 1 + self._n_stood, *([1] * (n_drafted - 1))]
+            n_changes = sum(before != after for before, after in pairwise(decodes))
+            self._n_draft_rows = decodes[-1]
         self.rounds.append(
-            _Round(changed, n_drafted, self._n_stood, 1 + n_accepted, draft_s, verify_s, other_s)
+            _Round(changed, n_drafted, self._n_stood, n_changes, 1 + n_accepted, draft_s, verify_s, other_s)
         )
         self._n_stood = n_accepted if n_drafted else self._n_stood + 1
         self._last_depth = n_drafted
@@ -436,13 +465,14 @@ def _costs(
     change_s = median(r.verify_s - known.get(r.n_drafted + 1, r.verify_s) for r in first_rounds)
     # A round that something else slowed down slowed its draft as well: their ratio counts.
     drafts = [
-        ((1, r.n_drafted - 1, r.n_stood), r.draft_s / r.verify_s * known[r.n_drafted + 1])
+        ((1, r.n_drafted - 1, r.n_stood, r.n_changes), r.draft_s / r.verify_s * known[r.n_drafted + 1])
         for r in rounds
         if r.n_drafted
     ]
-    # Where too little was measured: a further draft costs what the first does, or in one pass nothing, and catching up nothing.
-    opinions = [((0 if in_one_pass else WEAK, -WEAK, 0), 0.0), ((0, 0, WEAK), 0.0)]
-    first_s, step_s, catch_up_s = _fit([*drafts, *opinions])
+    # Where too little was measured: a further draft costs what the first does, or in one pass nothing, catching up nothing, and a
+    # new graph nothing.
+    opinions = [((0 if in_one_pass else WEAK, -WEAK, 0, 0), 0.0), ((0, 0, WEAK, 0), 0.0), ((0, 0, 0, WEAK), 0.0)]
+    first_s, step_s, catch_up_s, draft_change_s = _fit([*drafts, *opinions])
     others = [((1, r.n_emitted), r.other_s) for r in (*plain_rounds, *rounds)]
     overhead_s, token_s = _fit(others)
     first_s = max(first_s, 1e-9)
@@ -454,6 +484,7 @@ def _costs(
         first_draft_s=first_s,
         draft_step_s=max(step_s, least_step_s),
         catch_up_s=max(catch_up_s, 0.0),
+        draft_change_s=max(draft_change_s, 0.0),
         overhead_s=max(overhead_s, 0.0),
         token_s=max(token_s, 0.0),
         change_s=max(change_s, 0.0),

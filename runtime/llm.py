@@ -29,7 +29,7 @@ from .drafter_choice import AUTO, NGRAM, Choice, File, choose_drafter
 from .errors import CacheError, HeadsUnavailable, LoadError, SessionError
 from .exactness import exactness_for, remembered
 from .library import set_verbose
-from .pace import Pace
+from .pace import Pace, for_slots_that_pay
 from .sampling import file_defaults
 from .session import Generation, Scripted, Session, close_after
 from .vocab import Vocab
@@ -409,7 +409,10 @@ class Model:
                 raise SessionError("the model is closed")
             pace = None
             if self.paced and depth is None and scripted is None and wanted:
-                pace = Pace(costs_for(self), has_drafter=self._chosen.has_weights)
+                costs = costs_for(self)
+                if self.memory_plan.main.is_recurrent:
+                    costs = for_slots_that_pay(costs, looks_up=self.ngram)
+                pace = Pace(costs, has_drafter=self._chosen.has_weights)
                 wanted = pace.max_depth
             if self._memory_check:
                 plan = self.memory_plan if wanted else self.memory_plan.plain()

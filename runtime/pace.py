@@ -9,7 +9,46 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import _native
-from .costs import Costs
+from .costs import Costs, expected_tokens
+
+HIGH_ACCEPTANCE = 0.95  # as high as trained heads reach on code: a depth that does not pay then hardly ever does
+LEAST_GAIN = 1.01  # for which rollback slots are given up
+MOST_SAVED = 0.1  # of a decode, by fewer slots: what is seen of their cost may be off
+
+
+def for_slots_that_pay(costs: Costs, *, looks_up: bool) -> Costs:
+    """What rounds cost a recurrent model with as many rollback slots as pay, which may be fewer than these were measured with.
+
+    Such a model keeps a state for each row that may be taken back, at every decode: a small one's decodes take longer for each.
+    What one row takes longer than in a plain session is put down to the slots and all else that drafting needs, in equal parts.
+
+    Args:
+        costs: measured with `costs.max_depth` slots.
+        looks_up: whether drafts may also be found, which costs nothing.
+
+    >>> costs = Costs(plain_s=1.0, verify_s=(1.06, 1.3, 1.9), first_draft_s=0.3, draft_step_s=0.3)
+    >>> for_slots_that_pay(costs, looks_up=False).verify_s
+    (1.04, 1.28)
+    """
+    n_slots = costs.max_depth
+    slot_s = max(0.0, costs.verify_s[0] - costs.plain_s) / (n_slots + 1)
+
+    def with_slots(n: int) -> Costs:
+        saved_s = (n_slots - n) * slot_s
+        left = (max(s - saved_s, s * (1 - MOST_SAVED)) for s in costs.verify_s[: n + 1])
+        return replace(costs, verify_s=tuple(left))
+
+    def best_speed(costs: Costs) -> float:
+        chances = [[HIGH_ACCEPTANCE] * depth for depth in range(1, costs.max_depth + 1)]
+        drafted = [1 / costs.seconds_per_token(acceptance) for acceptance in chances]
+        found = [
+            expected_tokens(acceptance) / (costs.verify_s[len(acceptance)] + costs.overhead_s)
+            for acceptance in chances
+        ]
+        return max(found if looks_up else drafted)
+
+    best = max(map(with_slots, range(1, n_slots + 1)), key=best_speed)
+    return best if best_speed(best) > LEAST_GAIN * best_speed(costs) else costs
 
 
 class Pace(_native.Pace):
@@ -63,6 +102,7 @@ class Pace(_native.Pace):
             first_draft_s=costs.first_draft_s,
             draft_step_s=costs.draft_step_s,
             catch_up_s=costs.catch_up_s,
+            draft_change_s=costs.draft_change_s,
             overhead_s=costs.overhead_s,
             change_s=costs.change_s,
             switch_s=switch_s,

@@ -44,6 +44,7 @@ TRUE = Costs(  # Q8_0 on 2 cores: the third row is cheap
     first_draft_s=0.0024,
     draft_step_s=0.0017,
     catch_up_s=0.0004,
+    draft_change_s=0.0003,
     overhead_s=0.0002,
     token_s=0.0001,
     change_s=0.0003,
@@ -96,12 +97,16 @@ class FakeSession:
     def _write(self, rng: random.Random, p_accept: float) -> None:
         true, self._cancelled = self._true, False
         self._clock.work(true.verify_s[0])  # the prompt
-        last_depth, n_stood = -1, 0
+        last_depth, n_stood, n_rows = -1, 0, 0
         while not self._cancelled:
             depth = min(self.pace.depth(), self.depth)
             self.depths.add(depth)
             new_graphs_s = true.change_s if depth != last_depth else 0.0
-            draft_s = self._clock.work(true.draft_s(depth, n_stood))
+            n_changes = 0
+            for rows in ([1 + n_stood] + [1] * (depth - 1)) * bool(depth):
+                n_changes += rows != n_rows
+                n_rows = rows
+            draft_s = self._clock.work(true.draft_s(depth, n_stood, n_changes))
             verify_s = self._clock.work((true.verify_s[depth] if self.depth else true.plain_s) + new_graphs_s)
             n_stood = 0
             while n_stood < depth and rng.random() < p_accept:
@@ -152,7 +157,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Costs, Fake
 
 def shares(costs: Costs) -> list[float]:
     """Every part over a plain row: what pace goes by."""
-    parts = (*costs.verify_s, costs.draft_s(1, 1), costs.draft_s(costs.max_depth, 1))
+    parts = (*costs.verify_s, costs.draft_s(1, 1), costs.draft_s(costs.max_depth, 1, 2))
     return [part / costs.plain_s for part in parts]
 
 
@@ -164,6 +169,7 @@ def scaled(costs: Costs, factor: float) -> Costs:
         first_draft_s=costs.first_draft_s * factor,
         draft_step_s=costs.draft_step_s * factor,
         catch_up_s=costs.catch_up_s * factor,
+        draft_change_s=costs.draft_change_s * factor,
     )
 
 
@@ -186,6 +192,7 @@ def test_calibration_finds_the_costs_within_its_budget(measured: Any) -> None:
     assert shares(costs) == pytest.approx(shares(TRUE), rel=0.03)
     assert costs.draft_step_s == pytest.approx(TRUE.draft_step_s, rel=0.1)
     assert costs.catch_up_s == pytest.approx(TRUE.catch_up_s, rel=0.3)
+    assert costs.draft_change_s == pytest.approx(TRUE.draft_change_s, rel=0.3)
     assert costs.overhead_s + costs.token_s == pytest.approx(TRUE.overhead_s + TRUE.token_s, rel=0.05)
     assert (costs.n_threads, costs.key, costs.max_depth) == (2, KEY, 3)
 

@@ -20,7 +20,7 @@ import pytest
 from llama_sidecar.runtime import _native
 from llama_sidecar.runtime import pace as pace_module
 from llama_sidecar.runtime.costs import Costs, expected_tokens
-from llama_sidecar.runtime.pace import Pace
+from llama_sidecar.runtime.pace import Pace, for_slots_that_pay
 
 CATCH_UP_SHARE = (
     0.4  # of many rows in one decode of the drafter, one costs this share of what one row more costs
@@ -44,14 +44,15 @@ MACHINES = {  # the project's measurements on 2 cores, then other shapes
     "GPU": machine([1, 1.15, 1.3, 1.45, 1.6], 0.04),
     "mixture of experts": machine([1, 1.5, 2.0, 2.4, 2.8], 0.05),
     "small-batch kernels": machine([1, 1.1, 1.3, 1.5, 1.9], 0.05),
-    "demo": Costs(  # a decode takes 0.8 ms: everything is overhead, and a change of depth costs a quarter of a token
-        plain_s=0.96,
-        verify_s=(1.0, 1.2, 1.45, 1.68, 2.3),
-        first_draft_s=0.46,
-        draft_step_s=0.45,
-        catch_up_s=0.11,
-        overhead_s=0.08,
-        change_s=0.25,
+    "demo": Costs(  # a decode takes 0.4 ms: everything is overhead, and a change of depth costs four tenths of a token
+        plain_s=0.93,
+        verify_s=(1.0, 1.25, 1.53, 1.85, 2.33),
+        first_draft_s=0.29,
+        draft_step_s=0.28,
+        catch_up_s=0.08,
+        draft_change_s=0.1,
+        overhead_s=0.03,
+        change_s=0.4,
     ),
 }
 ACCEPTANCES = {
@@ -91,7 +92,7 @@ def simulate(
     rng = random.Random(seed)
     pace = Pace(believed or true, switch_s=switch_s)
     run = Run([], [], [])
-    n_tokens, spent, was_drafting, last_depth, n_stood, n_plain = 0, 0.0, False, -1, 0, 0
+    n_tokens, spent, was_drafting, last_depth, n_stood, n_plain, n_rows = 0, 0.0, False, -1, 0, 0, 0
     while n_tokens < n:
         depth, drafting = pace.depth(), pace.drafting()
         chances = text(n_tokens, pace)
@@ -102,7 +103,11 @@ def simulate(
         if drafting:
             verify_s += true.change_s * (depth != last_depth)
             last_depth = depth
-        draft_s = true.draft_s(depth, n_stood)
+        n_changes = 0
+        for rows in ([1 + n_stood] + [1] * (depth - 1)) * bool(depth):
+            n_changes += rows != n_rows
+            n_rows = rows
+        draft_s = true.draft_s(depth, n_stood, n_changes)
         if drafting:
             draft_s += min(n_plain, MAX_BEHIND) * true.catch_up_s * CATCH_UP_SHARE
         n_plain = 0 if drafting else n_plain + 1
@@ -399,6 +404,58 @@ def test_depths_outside_the_costs_have_no_speedup() -> None:
     for depth in (-1, 3):
         with pytest.raises(IndexError, match=f"depth {depth} is not between 0 and 2"):
             pace.speedup(depth)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_expected_is_what_the_costs_say(name: str) -> None:
+    """The formula stands in C++ for the rounds and in Python for tables."""
+    costs = MACHINES[name]
+    pace = Pace(costs)
+    chances = pace.acceptance
+    for depth in range(1, costs.max_depth + 1):
+        assert pace.speedup(depth) == pytest.approx(costs.speedup(chances[:depth]), rel=1e-9)
+
+
+# Rollback slots
+
+
+def dear_slots(costs: Costs, share: float) -> Costs:
+    """Each slot, and all else that drafting needs, makes each decode longer by this share of a plain one."""
+    more_s = (costs.max_depth + 1) * share * costs.plain_s
+    return replace(costs, plain_s=costs.verify_s[0], verify_s=tuple(s + more_s for s in costs.verify_s))
+
+
+def test_slots_are_given_up_where_the_depth_they_allow_is_not_worth_them() -> None:
+    demo = MACHINES["demo"]
+    cut = for_slots_that_pay(demo, looks_up=False)
+    assert cut.max_depth == 1
+    slot_s = (demo.verify_s[0] - demo.plain_s) / 5
+    assert cut.verify_s == pytest.approx([s - 3 * slot_s for s in demo.verify_s[:2]])
+    assert replace(cut, verify_s=demo.verify_s) == demo
+    assert for_slots_that_pay(demo, looks_up=True).max_depth > 1, "what is found costs no draft"
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+@pytest.mark.parametrize("name", ["BF16", "GPU", "small-batch kernels"])
+def test_where_depth_pays_all_slots_are_kept(name: str, looks_up: bool) -> None:
+    for share in (0.0, 0.01):
+        costs = dear_slots(MACHINES[name], share)
+        assert for_slots_that_pay(costs, looks_up=looks_up) == costs
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_slots_are_kept_where_they_cost_nothing(looks_up: bool) -> None:
+    """Even where one draft is the best there is."""
+    costs = replace(MACHINES["BF16, full vocabulary"], plain_s=1.0)
+    assert for_slots_that_pay(costs, looks_up=looks_up) == costs
+
+
+def test_a_bad_moment_in_which_a_single_row_was_measured_makes_no_decode_free() -> None:
+    costs = replace(MACHINES["demo"], verify_s=(30.0, *MACHINES["demo"].verify_s[1:]))
+    for looks_up in (False, True):
+        cut = for_slots_that_pay(costs, looks_up=looks_up)
+        for before, after in zip(costs.verify_s, cut.verify_s, strict=False):
+            assert 0.9 * before <= after <= before
 
 
 def test_what_is_believed_of_plain_rounds_in_place() -> None:

@@ -14,6 +14,7 @@ from llama_sidecar.runtime.pace import Pace
 PROMPT = list(b"hello world, this is where it starts")
 CHEAP = {"plain_s": 1.0, "verify_s": (1.0, 1.1, 1.2, 1.3, 1.4), "first_draft_s": 0.05, "draft_step_s": 0.05}
 DEAR = {"plain_s": 1.0, "verify_s": (1.0, 3.0, 4.0, 5.0, 6.0), "first_draft_s": 1.0, "draft_step_s": 1.0}
+SLOTS = {"plain_s": 1.0, "verify_s": (1.1, 1.3, 2.3, 3.3, 4.3), "first_draft_s": 0.05, "draft_step_s": 0.05}
 
 
 @pytest.fixture(params=["R", "T"])
@@ -40,6 +41,18 @@ def test_auto_is_the_default_and_named_depths_are_kept(model: Model) -> None:
     with model.session() as paced, model.session(depth=2) as fixed, model.session(spec_type="none") as plain:
         assert isinstance(paced.pace, Pace)
         assert (paced.depth, fixed.pace, fixed.depth, plain.pace, plain.depth) == (4, None, 2, None, 0)
+
+
+def test_a_recurrent_session_has_as_many_slots_as_pay(model: Model) -> None:
+    """In one of attention alone rows are taken back for nothing."""
+    pretend(model, SLOTS)
+    with model.session() as paced, model.session(depth=3) as fixed:
+        recurrent = paced._native.recurrent
+        assert paced.depth == (1 if recurrent else 4) and fixed.depth == 3
+        if recurrent:
+            assert (paced._native.n_slots, fixed._native.n_slots) == (1, 3)
+    plain, _ = ids(model, spec_type="none")
+    assert ids(model)[0] == plain
 
 
 def test_a_drafter_that_is_always_wrong_is_left_and_tried_again_and_changes_no_text(model: Model) -> None:

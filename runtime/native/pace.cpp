@@ -132,7 +132,7 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
         n_stood_ += 1;
         // A drafter that was asked and found nothing worth drafting (DSpark's confidence) has cost its time. Any other round without
         // drafts had no room for them, and says nothing.
-        if (depth() > 0 && draft_s > expected_draft_s(1, double(n_stood_ - 1)) / 2) {
+        if (depth() > 0 && draft_s > expected_draft_s(1, double(n_stood_ - 1), 0) / 2) {
             observe_none(draft_s);
         } else if (n_tries_ > 0 && tried_depth_ == 0) {
             n_tries_ -= 1;
@@ -171,7 +171,7 @@ void Pace::observe_none(double draft_s) {
     fade(1);
     tallies_[0].tried += 1;
     n_stood_ = 0;
-    const double lost = (costs_.verify_s[0] + std::min(draft_s, stall * expected_draft_s(1, 0))) / costs_.plain_s - 1;
+    const double lost = (costs_.verify_s[0] + std::min(draft_s, stall * expected_draft_s(1, 0, 0))) / costs_.plain_s - 1;
     lost_ += lost;
     behind_ = std::max(0.0, behind_ + lost);
     n_rounds_ += 1;
@@ -190,7 +190,7 @@ void Pace::observe_plain() {
 }
 
 void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s, double verify_s) {
-    const double expected_s = expected_draft_s(n_drafted, double(n_stood_));
+    const double expected_s = expected_draft_s(n_drafted, double(n_stood_), count_draft_changes(n_drafted));
     draft_s *= target_s_[size_t(n_drafted)] / verify_s;  // as on the machine that the target's seconds speak of
     if (n_rounds_ > 0) {
         learn_draft(draft_s / expected_s);
@@ -319,18 +319,25 @@ std::vector<double> Pace::speedups(const std::vector<double> & acceptance) const
     for (size_t i = 0; i < speeds.size(); ++i) {
         chance *= acceptance[i];
         n_stood += chance;
-        speeds[i] = (1 + n_stood) * plain_round_s() / expected_round_s(int32_t(i + 1), n_stood);
+        const double n_changes = 2 * acceptance[0] * (i == 0 ? 1 - acceptance[0] : 1);
+        const double draft_s = expected_draft_s(int32_t(i + 1), n_stood, n_changes);
+        speeds[i] = (1 + n_stood) * plain_round_s() / (target_s_[i + 1] + draft_s + costs_.overhead_s);
     }
     return speeds;
 }
 
-// Seconds of the drafter, as learned, in a round that follows on one in which n_stood drafts stood.
-double Pace::expected_draft_s(int32_t depth, double n_stood) const {
-    return (calibrated_draft_s_[size_t(depth)] + n_stood * costs_.catch_up_s) * draft_scale_;
+// Seconds of the drafter, as learned, in a round that follows on one in which n_stood drafts stood, n_changes of its decodes
+// having other rows than the one before.
+double Pace::expected_draft_s(int32_t depth, double n_stood, double n_changes) const {
+    return (calibrated_draft_s_[size_t(depth)] + n_stood * costs_.catch_up_s + n_changes * costs_.draft_change_s) * draft_scale_;
 }
 
-double Pace::expected_round_s(int32_t depth, double n_stood) const {
-    return target_s_[size_t(depth)] + expected_draft_s(depth, n_stood) + costs_.overhead_s;
+// Decodes of the drafter in this round that have not as many rows as the one before: the first catches up, single rows follow.
+int32_t Pace::count_draft_changes(int32_t n_drafted) {
+    const int64_t n_first = 1 + n_stood_;
+    const int32_t n_changes = int32_t(n_first != n_draft_rows_) + int32_t(n_drafted > 1 && n_first != 1);
+    n_draft_rows_ = n_drafted > 1 ? 1 : n_first;
+    return n_changes;
 }
 
 // Learns what drafts cost, little by little; where n_far rounds in a row say that it is something else, at once.

@@ -2,11 +2,13 @@
 //
 // The model. A round with k drafts emits E(k) tokens on average and takes
 //
-//     T(k) = v(k+1) + first + (k-1) c + (E(k)-1) u + o          T(0) = plain + o
+//     T(k) = v(k+1) + first + (k-1) c + (E(k)-1) u + G(k) g + o          T(0) = plain + o
 //
 // v(n) being the seconds of a verification of n rows, `first` those of the first draft, c those of each further one, u what the
 // first draft takes longer for each draft accepted the round before (the head decodes those rows together with the last token),
-// and o all else in a round. What each *token* costs besides (choosing it, showing it) is the same at every depth and drops out.
+// g what a decode of the drafter takes longer whose rows are not as many as those of its decode before (llama.cpp makes a new
+// graph): G(1) = 2 a_1 (1 - a_1) of them, or 2 a_1, there and back, where single rows follow on the first draft. o is all else in
+// a round. What each *token* costs besides (choosing it, showing it) is the same at every depth and drops out.
 // With a_i the chance that the i-th draft stands when those before it do, E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 .. a_k. All
 // depths' speeds E(k) / T(k) are compared, each round: costs need not be convex (one more row may cost more than the two after
 // it), so there is no climbing from depth to depth.
@@ -53,6 +55,7 @@ struct PaceCosts {
     double first_draft_s;          // the first draft of a round that follows on one in which no draft stood
     double draft_step_s;           // each further draft
     double catch_up_s;             // what the first draft takes longer for each draft of the round before that stood; may be 0
+    double draft_change_s;         // what a decode of the drafter takes longer that has not as many rows as its last; may be 0
     double overhead_s;             // everything else in a round, whatever it emits; may be 0
     double change_s;               // what the first round at another depth takes longer; may be 0
 };
@@ -149,8 +152,8 @@ class Pace final : public Pacing {
     void learn_change(double seconds);
     void compare(int32_t depth, double seconds, double share_off = 0);
     std::vector<double> speedups(const std::vector<double> & acceptance) const;
-    double expected_draft_s(int32_t depth, double n_stood) const;
-    double expected_round_s(int32_t depth, double n_stood) const;
+    double expected_draft_s(int32_t depth, double n_stood, double n_changes) const;
+    int32_t count_draft_changes(int32_t n_drafted);
     double plain_round_s() const { return target_s_[0] + costs_.overhead_s; }
 
     PaceCosts costs_;
@@ -172,6 +175,7 @@ class Pace final : public Pacing {
     double missed_s_ = 0;     // what verifying would have gained over the last plain rounds, were it not for the way there and back
 
     std::vector<Tally> tallies_;  // (max_depth,)
+    int64_t n_draft_rows_ = 0;    // of the drafter's last decode
     int64_t n_stood_ = 0;         // drafts of the last round that stood: the next one's drafter catches up on them
 
     // What real rounds say about the costs.

@@ -48,12 +48,14 @@ void bind_pace(nb::module_ & m) {
     pace.def(
             "__init__",
             [](Pace * self, int32_t max_depth, double plain_s, std::vector<double> verify_s, double first_draft_s,
-               double draft_step_s, double catch_up_s, double overhead_s, double change_s, double switch_s, bool has_drafter) {
-                new (self) Pace({plain_s, std::move(verify_s), first_draft_s, draft_step_s, catch_up_s, overhead_s, change_s},
+               double draft_step_s, double catch_up_s, double draft_change_s, double overhead_s, double change_s,
+               double switch_s, bool has_drafter) {
+                new (self) Pace({plain_s, std::move(verify_s), first_draft_s, draft_step_s, catch_up_s, draft_change_s, overhead_s,
+                                 change_s},
                                 max_depth, switch_s, has_drafter);
             },
             nb::kw_only(), "max_depth"_a, "plain_s"_a, "verify_s"_a, "first_draft_s"_a, "draft_step_s"_a, "catch_up_s"_a,
-            "overhead_s"_a, "change_s"_a, "switch_s"_a, "has_drafter"_a = true)
+            "draft_change_s"_a, "overhead_s"_a, "change_s"_a, "switch_s"_a, "has_drafter"_a = true)
         .def("depth_found", &Pace::depth_found, "n_found"_a, "n_matched"_a,
              "How many of the tokens found after a match the next round is to verify in place of drafts.")
         .def("observe_found", &Pace::observe_found, "n_drafted"_a, "n_accepted"_a, "verify_s"_a,
