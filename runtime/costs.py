@@ -471,7 +471,11 @@ def _costs(
     ]
     # Where too little was measured: a further draft costs what the first does, or in one pass nothing, catching up nothing, and a
     # new graph nothing.
-    opinions = [((0 if in_one_pass else WEAK, -WEAK, 0, 0), 0.0), ((0, 0, WEAK, 0), 0.0), ((0, 0, 0, WEAK), 0.0)]
+    opinions = [
+        ((0 if in_one_pass else WEAK, -WEAK, 0, 0), 0.0),
+        ((0, 0, WEAK, 0), 0.0),
+        ((0, 0, 0, WEAK), 0.0),
+    ]
     first_s, step_s, catch_up_s, draft_change_s = _fit([*drafts, *opinions])
     others = [((1, r.n_emitted), r.other_s) for r in (*plain_rounds, *rounds)]
     overhead_s, token_s = _fit(others)

@@ -11,7 +11,9 @@ from dataclasses import replace
 from . import _native
 from .costs import Costs, expected_tokens
 
-HIGH_ACCEPTANCE = 0.95  # as high as trained heads reach on code: a depth that does not pay then hardly ever does
+HIGH_ACCEPTANCE = (
+    0.95  # as high as trained heads reach on code: a depth that does not pay then hardly ever does
+)
 LEAST_GAIN = 1.01  # for which rollback slots are given up
 MOST_SAVED = 0.1  # of a decode, by fewer slots: what is seen of their cost may be off
 

@@ -416,6 +416,42 @@ def test_what_is_expected_is_what_the_costs_say(name: str) -> None:
         assert pace.speedup(depth) == pytest.approx(costs.speedup(chances[:depth]), rel=1e-9)
 
 
+@pytest.mark.parametrize("found", [False, True])
+def test_where_much_is_found_drafts_are_as_many_as_are_verified_then(found: bool) -> None:
+    """Between rounds of equal depth no new graphs are made, which on a small model are dearer than a deeper round."""
+    costs, rng, chances = MACHINES["demo"], random.Random(0), [0.9, 0.7, 0.6, 0.5]
+    pace = Pace(costs)
+    depths, n_stood, n_rows, last_depth, last_drafted, n_alike = [0] * 5, 0, 0, -1, 0, 0
+    for i in range(600):
+        n_found = pace.depth_found(4, 8) if found and i % 2 else 0
+        depth = n_found or pace.depth()
+        is_there = n_found > 0 or pace.drafting()
+        verify_s = costs.verify_s[depth] if is_there else costs.plain_s
+        if is_there:
+            verify_s += costs.change_s * (depth != last_depth)
+            last_depth = depth
+        if n_found:
+            pace.observe_found(depth, depth, verify_s)
+            n_stood += 1 + depth
+        else:
+            n_accepted = n_changes = 0
+            while n_accepted < depth and rng.random() < chances[n_accepted]:
+                n_accepted += 1
+            for rows in ([1 + n_stood] + [1] * (depth - 1)) * bool(depth):
+                n_changes += rows != n_rows
+                n_rows = rows
+            pace.observe(depth, n_accepted, costs.draft_s(depth, n_stood, n_changes), verify_s)
+            depths[depth] += i > 100
+            n_stood = n_accepted
+        if found and i % 2:
+            pace.compare_found(8, 4, 4)
+            n_alike += n_found in (0, last_drafted)
+        else:
+            last_drafted = depth
+    assert n_alike > 0.8 * 300 or not found
+    assert depths[1] < 0.1 * sum(depths) if found else depths[1] > 0.8 * sum(depths)
+
+
 # Rollback slots
 
 

@@ -54,6 +54,7 @@ Pace::Pace(PaceCosts costs, int32_t max_depth, double switch_s, bool has_drafter
         calibrated_draft_s_.push_back(costs_.first_draft_s + (depth - 1) * costs_.draft_step_s);
     }
     tallies_.resize(size_t(max_depth));
+    found_stood_.resize(size_t(max_depth) + 1);
     fade(1);
     believe();
     catch_up_ = catch_up_rows * costs_.catch_up_s / costs_.plain_s;
@@ -117,6 +118,7 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
     }
     draft_s = std::max(draft_s, shortest_s);
     verify_s = std::max(verify_s, shortest_s);
+    emitted(1 + n_accepted);
     if (n_drafted > 0) {
         observe_drafts(n_drafted, n_accepted, draft_s, verify_s);
     } else if (!drafting_) {
@@ -146,6 +148,7 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
         throw std::invalid_argument(std::to_string(n_accepted) + " of " + std::to_string(n_drafted) +
                                     " found tokens stood, at a depth of at most " + std::to_string(max_depth()));
     }
+    emitted(1 + n_accepted);
     compare(n_drafted, std::max(verify_s, shortest_s));
     if (drafting_) {
         n_stood_ += 1 + n_accepted;
@@ -164,6 +167,13 @@ void Pace::compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right)
         }
     }
     matches_.count(n_matched, n_compared, n_right);
+    n_emitted_found_ += n_last_;
+    double n_stood = 0, chance = 1;
+    for (int32_t depth = 1; depth <= max_depth(); ++depth) {
+        chance *= matches_.chance(n_matched + depth - 1);
+        n_stood += chance;
+        found_stood_[size_t(depth)] += (n_stood - found_stood_[size_t(depth)]) / memory;
+    }
 }
 
 // A draft that nobody made is a first draft that did not stand, verified in one row.
@@ -218,10 +228,16 @@ void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s,
 
 // Inside
 
+void Pace::emitted(int32_t n_tokens) {
+    const double kept = 1 - 1 / memory;
+    n_emitted_ = n_emitted_ * kept + n_tokens;
+    n_emitted_found_ *= kept;
+    n_last_ = n_tokens;
+}
+
 void Pace::choose() {
-    const std::vector<double> speeds = speedups(acceptance());
-    const auto best = std::max_element(speeds.begin(), speeds.end());
-    if (*best < 1 && behind_ >= patience) {
+    std::vector<double> speeds = speedups(acceptance());
+    if (behind_ >= patience && *std::max_element(speeds.begin(), speeds.end()) < 1) {
         end_stretch();
         return;
     }
@@ -229,6 +245,8 @@ void Pace::choose() {
         n_tries_ -= 1;
         return;
     }
+    speeds = with_found(std::move(speeds));
+    const auto best = std::max_element(speeds.begin(), speeds.end());
     // Staying costs more and more; a change is due when that comes to what it costs.
     const double regret = *best / speeds[size_t(depth_ - 1)] - 1;
     regret_ = regret > 0 ? regret_ + regret : 0;
@@ -284,7 +302,7 @@ void Pace::begin_stretch() {
     draft_scale_ = target_s_[0] / costs_.plain_s;
     far_.clear();
     n_tries_ = 0;
-    const std::vector<double> speeds = speedups(acceptance());
+    const std::vector<double> speeds = with_found(speedups(acceptance()));
     depth_ = 1 + int32_t(std::max_element(speeds.begin(), speeds.end()) - speeds.begin());
     regret_ = 0;
 }
@@ -322,6 +340,28 @@ std::vector<double> Pace::speedups(const std::vector<double> & acceptance) const
         const double n_changes = 2 * acceptance[0] * (i == 0 ? 1 - acceptance[0] : 1);
         const double draft_s = expected_draft_s(int32_t(i + 1), n_stood, n_changes);
         speeds[i] = (1 + n_stood) * plain_round_s() / (target_s_[i + 1] + draft_s + costs_.overhead_s);
+    }
+    return speeds;
+}
+
+// (max_depth,) The same of all text, part of which is found: there a round verifies as many tokens found as are fastest, if that is
+// faster than drafting at this depth. One of another depth needs new graphs, there and back.
+std::vector<double> Pace::with_found(std::vector<double> speeds) const {
+    if (n_emitted_found_ <= 0) return speeds;
+    const double share = n_emitted_found_ / n_emitted_;
+    std::vector<double> found_s;  // a token, by the depth at which what is found is verified
+    for (size_t depth = 1; depth <= speeds.size(); ++depth) {
+        const double n_tokens = 1 + found_stood_[depth];
+        found_s.push_back((target_s_[depth] + costs_.overhead_s) / n_tokens + costs_.catch_up_s * draft_scale_);
+    }
+    for (size_t drafted = 1; drafted <= speeds.size(); ++drafted) {
+        double fastest_s = plain_round_s() / speeds[drafted - 1];
+        const double own_s = fastest_s;
+        for (size_t depth = 1; depth <= speeds.size(); ++depth) {
+            const double change_s = depth == drafted ? 0 : 2 * costs_.change_s / (1 + found_stood_[depth]);
+            fastest_s = std::min(fastest_s, found_s[depth - 1] + change_s);
+        }
+        speeds[drafted - 1] = plain_round_s() / ((1 - share) * own_s + share * fastest_s);
     }
     return speeds;
 }

@@ -30,7 +30,8 @@
 // What the look-up finds (ngram.h) costs nothing to draft. A round verifies as many of its tokens as are fastest by the chances
 // that match_chances.h has counted, if that is faster than the best round without. Where plain decoding has a context of its own
 // the gain must pay the way there and back, at once or with what has been missed before; after such a round the sequence stays
-// until staying has cost as much.
+// until staying has cost as much. Where text is found again and again, drafting at the depth at which what is found is verified
+// saves the new graphs between: depths are compared by what both kinds of rounds take together.
 //
 // Has no clock and does no I/O: equal observations give equal depths. Knows nothing of sessions, models or files, and is not
 // for two threads at once. Speed as acceptance over cost follows Leviathan et al., "Fast Inference from Transformers via
@@ -152,6 +153,8 @@ class Pace final : public Pacing {
     void learn_change(double seconds);
     void compare(int32_t depth, double seconds, double share_off = 0);
     std::vector<double> speedups(const std::vector<double> & acceptance) const;
+    std::vector<double> with_found(std::vector<double> speeds) const;
+    void emitted(int32_t n_tokens);
     double expected_draft_s(int32_t depth, double n_stood, double n_changes) const;
     int32_t count_draft_changes(int32_t n_drafted);
     double plain_round_s() const { return target_s_[0] + costs_.overhead_s; }
@@ -170,6 +173,9 @@ class Pace final : public Pacing {
     double switch_s_;
 
     MatchChances matches_;
+    std::vector<double> found_stood_;             // (max_depth + 1,) what is found, verified so far: expected tokens that stand
+    double n_emitted_ = 0, n_emitted_found_ = 0;  // tokens of late, and those of rounds for which something was found
+    int32_t n_last_ = 0;                          // of the last round
     bool stays_ = false;      // decodes plainly where it could verify what is found
     double stay_lost_s_ = 0;  // what that has cost
     double missed_s_ = 0;     // what verifying would have gained over the last plain rounds, were it not for the way there and back
