@@ -14,6 +14,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -40,7 +41,7 @@ BUDGET_S = 4.5  # what is promised is 5, and the last turn may take a little lon
 MAX_AGE_S = 7 * 24 * 3600.0  # drivers, cooling and power plans change
 BUSY_AGE_S = 600.0  # costs of a busy machine
 BUSY_SHARE = 0.1  # of the time stood ready without a processor: 0.3 to 0.5 beside a busy loop on every core, else up to 0.02
-MAX_TURNS = 15
+MAX_TURNS = 25
 MAX_DEPTHS = 9  # measured in a turn; those between are interpolated
 N_CTX = 512
 N_CELLS = 128  # to twice as many are in the context, where that is quickly read: attention is dear beside a small model's weights
@@ -49,6 +50,8 @@ SLOW_ROW_S = 0.05  # for slower rows, the 0.2 ms of a first round's new graphs a
 COIN = 0.5  # some rounds then follow on one with many drafts that stood, and some on one with none
 WEAK = 0.1  # of an opinion against a measurement
 N_FITS = 30
+N_POLISHES = 3  # of how slow the machine was, from round to round
+N_NEIGHBOURS = 4  # rounds before and after one that say so
 CALM = 1.15  # a median so far above the fastest third was disturbed
 SCHEMA = 4
 TEXT = '''"""Reads a table of measurements and prints the mean of each column."""
@@ -325,7 +328,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
         model.session(ctx=N_CTX, spec_type="none", learn=False) as plain,
         model.session(ctx=N_CTX, depth=depth, learn=False, scripted=stand_in) as drafting,
     ):
-        plain_rounds, rounds = _measure(plain, drafting, tokens, depth, started + budget_s)
+        plain_rounds, rounds = _steady(_measure(plain, drafting, tokens, depth, started + budget_s))
     waited_share = (_waited_s() - waited_s) / (time.perf_counter() - started)
     return replace(
         _costs(plain_rounds, rounds, depth, in_one_pass=model.drafts_in_one_pass),
@@ -358,6 +361,9 @@ class _Round:
     draft_s: float
     verify_s: float
     other_s: float
+
+
+_Turn = tuple[list[_Round], list[_Round]]  # of the session that never drafts, and of the one that does
 
 
 class _Rehearsal(_native.Pacing):
@@ -409,7 +415,7 @@ class _Rehearsal(_native.Pacing):
 
 def _measure(
     plain: Session, drafting: Session, tokens: Sequence[int], depth: int, deadline: float
-) -> tuple[list[_Round], list[_Round]]:
+) -> list[_Turn]:
     """Rounds of both sessions, in turns until time or MAX_TURNS run out; the first turn may end early, and is then the only one."""
     row_s = plain.time_rows(tokens, 1, 2)[-1]  # also brings the weights into memory
     n_rounds = 1 if row_s > SLOW_ROW_S else N_ROUNDS
@@ -417,18 +423,43 @@ def _measure(
     depths = list(dict.fromkeys([depth, 1, *sorted(spread, reverse=True)]))  # what is needed most comes first
     prompt = [tokens[i % len(tokens)] for i in range(N_CELLS)] if n_rounds > 1 else tokens[:1]
     plain_text, text = [*prompt], [*prompt]
-    plain_rounds: list[_Round] = []
-    rounds: list[_Round] = []
+    turns: list[_Turn] = []
     for turn in range(MAX_TURNS):
         started = time.perf_counter()
-        plain_rounds += _rehearse(plain, plain_text, [0], n_rounds + 1, turn, deadline)
-        rounds += _rehearse(drafting, text, depths, n_rounds, turn, deadline)
+        plain_rounds = _rehearse(plain, plain_text, [0], n_rounds + 1, turn, deadline)
+        turns.append((plain_rounds, _rehearse(drafting, text, depths, n_rounds, turn, deadline)))
         now = time.perf_counter()
         if 2 * now - started > deadline:
             break
         if len(text) > 2 * N_CELLS:
             text = [*prompt]
-    return plain_rounds, rounds
+        if len(plain_text) > 2 * N_CELLS:
+            plain_text = [*prompt]
+    return turns
+
+
+def _steady(turns: Sequence[_Turn]) -> _Turn:
+    """The rounds of all turns, as on a machine that was as fast all the time: one that is slow for seconds would give some shapes a
+    slow median and others a fast one. How slow it was at a round is the median over its neighbours, each against all of its shape:
+    the fastest of them at first, since half of a shape's may be slow ones."""
+    rounds = [(drafts, r) for turn in turns for drafts, part in enumerate(turn) for r in part]
+    shapes = [(drafts, r.changed, r.n_drafted) for drafts, r in rounds]
+    taken = np.array([max(r.verify_s, 1e-9) for _, r in rounds])
+    slowness = np.ones(len(rounds))
+    for polish in range(N_POLISHES):
+        found = defaultdict[tuple[int, bool, int], list[float]](list)
+        for shape, seconds in zip(shapes, taken / slowness, strict=True):
+            found[shape].append(seconds)
+        usual = {shape: median(seconds) if polish else _fastest(seconds) for shape, seconds in found.items()}
+        share = taken / [usual[shape] for shape in shapes]
+        slowness = np.array(
+            [np.median(share[max(0, i - N_NEIGHBOURS) : i + N_NEIGHBOURS + 1]) for i in range(len(share))]
+        )
+    steady: _Turn = ([], [])
+    for (drafts, r), slow in zip(rounds, slowness, strict=True):
+        draft_s, verify_s, other_s = (float(s / slow) for s in (r.draft_s, r.verify_s, r.other_s))
+        steady[drafts].append(replace(r, draft_s=draft_s, verify_s=verify_s, other_s=other_s))
+    return steady
 
 
 def _rehearse(
@@ -445,10 +476,14 @@ def _rehearse(
 
 def _typical(seconds: Sequence[float]) -> float:
     """The median, or where it lies far above the fastest third, because something else ran, that third's."""
-    fastest = median(sorted(seconds)[: max(1, len(seconds) // 3)])
-    middle = median(seconds)
+    fastest, middle = _fastest(seconds), median(seconds)
     typical = middle if middle <= CALM * fastest else fastest
     return max(typical, 1e-9)  # a clock may be too coarse for a small model
+
+
+def _fastest(seconds: Sequence[float]) -> float:
+    """The median of the fastest third."""
+    return median(sorted(seconds)[: max(1, len(seconds) // 3)])
 
 
 def _costs(
