@@ -33,6 +33,7 @@ constexpr double in_place = 0.05;     // so is the ratio of a single row in the 
 constexpr double drift = 0.002;       // and by so much more after a round
 constexpr double variance = 0.3;      // of the ratio of two groups' medians, over the square of their mean deviations' sum
 constexpr double least_spread = 0.01; // of few rounds: chance may make it smaller
+constexpr double settle_s = 0.001;    // after a change of depth, until what its rounds need is in the caches: some of a small model's
 constexpr double hope = 1.5;          // standard deviations by which a depth may be better than it looks, to be worth a try
 constexpr double try_share = 0.01;    // of the rounds may be lost by tries
 
@@ -268,12 +269,12 @@ void Pace::look_for_better(const std::vector<double> & speeds) {
         if (depth == depth_) continue;
         const double speed = depth > 0 ? speeds[size_t(depth - 1)] : 1;
         const double hoped = speed * (1 + hope * std::sqrt(doubt_[size_t(depth)] + doubt_[size_t(depth_)]));
-        const double loss = (1 + n_paired) * std::max(0.0, now / speed - 1) + 2 * costs_.change_s / target_s_[size_t(depth_)];
+        const double loss = (n_settle() + n_paired) * std::max(0.0, now / speed - 1) + 2 * costs_.change_s / target_s_[size_t(depth_)];
         if (hoped > best && loss <= may_lose_) {
             best = hoped;
             loss_of_best = loss;
             tried_depth_ = depth;
-            n_tries_ = 1 + n_paired;
+            n_tries_ = n_settle() + n_paired;
         }
     }
     may_lose_ -= loss_of_best;
@@ -395,6 +396,9 @@ void Pace::learn_draft(double surprise) {
     }
 }
 
+// The first rounds at another depth that say nothing of what it costs: one makes new graphs.
+int32_t Pace::n_settle() const { return 1 + int32_t(settle_s / plain_round_s()); }
+
 // Learns what the first decode at another depth takes longer: after a long stretch at one depth more than in calibration, where
 // depths change all the time.
 void Pace::learn_change(double seconds) {
@@ -413,7 +417,12 @@ void Pace::compare(int32_t depth, double seconds, double share_off) {
         slowness_.clear();
         last_depth_ = depth;
         last_off_ = share_off;
-        return;  // it also made new graphs
+        n_settling_ = n_settle() - 1;
+        return;
+    }
+    if (n_settling_ > 0) {
+        n_settling_ -= 1;
+        return;
     }
     slowness_.push(seconds / target_s_[size_t(depth)]);
     if (!before_.full() || !slowness_.full()) return;

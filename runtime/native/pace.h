@@ -157,6 +157,7 @@ class Pace final : public Pacing {
     void emitted(int32_t n_tokens);
     double expected_draft_s(int32_t depth, double n_stood, double n_changes) const;
     int32_t count_draft_changes(int32_t n_drafted);
+    int32_t n_settle() const;
     double plain_round_s() const { return target_s_[0] + costs_.overhead_s; }
 
     PaceCosts costs_;
@@ -187,6 +188,7 @@ class Pace final : public Pacing {
     // What real rounds say about the costs.
     Latest<n_far> far_;  // surprises in a row that the drafter's cost is far off, to the same side
     int32_t last_depth_ = 0;
+    int32_t n_settling_ = 0;         // rounds at it that are still to be passed over
     double last_off_ = 0;        // by how much its seconds may be off in themselves
     Latest<n_paired> slowness_;  // measured over expected, at the last depth
     Latest<n_paired> before_;    // the same before the depth changed, until the two are compared
