@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import struct
 import warnings
 import zipfile
@@ -204,6 +205,7 @@ def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
         torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
         torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     }  # fmt: skip
+    records = _records(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -225,7 +227,7 @@ def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise BadShard(f"{name} in {path} repeats what is stored of it; expected every value once")
     storages = [t.untyped_storage() for t in state.values() if t.numel()]
-    base = _mapped_at(path, {storage.data_ptr(): storage.nbytes() for storage in storages})
+    base = _mapped_at(path, records, {storage.data_ptr(): storage.nbytes() for storage in storages})
     tensors = {}
     for name, tensor in state.items():
         read_into = _from(file, tensor.data_ptr() - base)
@@ -247,29 +249,58 @@ def _copy_from(data: U8) -> Callable[[int, U8], None]:
     return read_into
 
 
-def _mapped_at(path: Path, storages: dict[int, int]) -> int:
-    """Where torch has mapped a file, a zip archive; `storages` are bytes by address, each within one record. Raises BadShard."""
-    if not storages:
-        return 0
+def _records(path: Path) -> dict[int, int]:
+    """Bytes of a zip archive's records of tensors by where their data begins; none where it is no archive. Raises BadShard.
+
+    To be called before torch reads it, which asks for as much memory as a record says to hold.
+    """
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            stored = [record for record in archive.infolist() if record.compress_type == zipfile.ZIP_STORED]
-            records = {_data_start(file, record): record.file_size for record in stored}
+        with path.open("rb") as file:
+            if file.read(2) != b"PK":
+                return {}
+            with zipfile.ZipFile(file) as archive:
+                records = archive.infolist()
+                ends = [_data_start(file, record) + record.file_size for record in records]
+                n_bytes = file.seek(0, os.SEEK_END)
+                order = [
+                    archive.read(r) for r in records if r.filename.endswith("/byteorder") and r.file_size < 16
+                ]
     except Exception as error:  # zipfile raises more than its own for a bad one
         raise BadShard(f"{path} is a broken archive: {error}") from error
-    first = min(storages)
-    for start in records:
-        base = first - start
-        if base % mmap.PAGESIZE == 0 and all(address - base in records for address in storages):
-            break
-    else:
+    if any(r.compress_type != zipfile.ZIP_STORED or r.compress_size != r.file_size for r in records):
         raise BadShard(f"{path} is packed in a way that is not known here: save it anew with torch.save")
-    for address, n_bytes in storages.items():
-        if n_bytes > records[address - base]:
-            raise BadShard(
-                f"{path} says that {n_bytes} bytes of a tensor are stored where {records[address - base]} are: it is damaged"
-            )
-    return base
+    if max(ends, default=0) > n_bytes:
+        raise BadShard(f"{path} is truncated: it declares a record to {max(ends)}, and has {n_bytes} bytes")
+    if any(found != b"little" for found in order):
+        raise UnsupportedModel(f"{path} was written on a big-endian machine: save it anew on another")
+    return {
+        end - record.file_size: record.file_size
+        for end, record in zip(ends, records, strict=True)
+        if "/data/" in record.filename
+    }
+
+
+def _mapped_at(path: Path, records: dict[int, int], storages: dict[int, int]) -> int:
+    """Where torch has mapped the archive of `records`; `storages` are bytes by address, each within one of them. Raises BadShard."""
+    if not storages:
+        return 0
+    first = min(storages)
+    bases = [first - start for start in records if (first - start) % mmap.PAGESIZE == 0]
+    bases = [base for base in bases if all(address - base in records for address in storages)]
+    if not bases:
+        raise BadShard(f"{path} is packed in a way that is not known here: save it anew with torch.save")
+    fitting = [
+        base
+        for base in bases
+        if all(n_bytes <= records[address - base] for address, n_bytes in storages.items())
+    ]
+    if not fitting:
+        raise BadShard(
+            f"{path} says that more bytes of a tensor are stored than its record has: it is damaged"
+        )
+    if len(fitting) > 1:
+        raise BadShard(f"{path} can be read in {len(fitting)} ways: save it anew with torch.save")
+    return fitting[0]
 
 
 def _data_start(file: BinaryIO, record: zipfile.ZipInfo) -> int:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import mmap
 import os
 import pickle
+import re
+import resource
 import struct
 import time
 import tracemalloc
@@ -26,11 +29,18 @@ from gguf_edit import File, Tensor
 
 from llama_sidecar.converter import convert, dry_run, general
 from llama_sidecar.converter.config import Config
-from llama_sidecar.converter.errors import BadImatrix, BadShard, ConversionError, NotACheckpoint, UnsafePath
+from llama_sidecar.converter.errors import (
+    BadImatrix,
+    BadShard,
+    ConversionError,
+    NotACheckpoint,
+    UnsafePath,
+    UnsupportedModel,
+)
 from llama_sidecar.converter.families import families
 from llama_sidecar.converter.imatrix import read_imatrix
 from llama_sidecar.converter.places import MAX_SMALL_BYTES, Folder
-from llama_sidecar.converter.shards import _mapped_at, read_bin
+from llama_sidecar.converter.shards import _data_start, _records, read_bin
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -311,23 +321,46 @@ def test_an_archive_broken_anywhere_is_one_line(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data/0", bytes(8))
     sound = path.read_bytes()
-    for at in range(len(sound)):
+    n_refused = 0
+    for at in range(2, len(sound)):
         for byte in (0, 1, 64, 127, 255):
             path.write_bytes(sound[:at] + bytes([byte]) + sound[at + 1 :])
-            with pytest.raises(BadShard, match=r"broken archive|packed in a way") as error:
-                _mapped_at(path, {1: 8})
-            assert str(error.value).isprintable()
+            try:
+                assert all(start + size <= len(sound) for start, size in _records(path).items())
+            except BadShard as error:
+                n_refused += 1
+                assert str(error).isprintable() and re.search(
+                    "broken archive|packed in a way|truncated", str(error)
+                )
+    assert n_refused > 100
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "data/0", "version"])
+def test_a_record_that_says_it_holds_gigabytes_costs_no_memory(tmp_path: Path, name: str) -> None:
+    """torch asks for as much as the archive's directory says. Found by scripts/dev/fuzz/readers.py."""
+    torch = pytest.importorskip("torch")
+    place, file_name, packed = Folder(tmp_path), "pytorch_model.bin", io.BytesIO()
+    torch.save({"a": torch.arange(24.0)}, packed)
+    data = bytearray(packed.getvalue())
+    entry = data.rindex(f"/{name}".encode())  # in the directory, where the name follows on 46 bytes
+    begin = data.rindex(b"PK\x01\x02", 0, entry)
+    data[begin + 20 : begin + 28] = struct.pack("<II", 3 << 30, 3 << 30)
+    (tmp_path / file_name).write_bytes(data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.ExitStack() as files, pytest.raises(BadShard, match="is truncated: it declares a record"):
+        read_bin(place.path(file_name), place.open(file_name, files))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (1 << 18)
 
 
 @pytest.mark.parametrize(
     ("compression", "n_values", "said"),
     [
         (zipfile.ZIP_STORED, 24, None),
-        (zipfile.ZIP_STORED, 25, "says that 100 bytes of a tensor are stored where 96 are"),
+        (zipfile.ZIP_STORED, 25, "says that more bytes of a tensor are stored"),
         (
             zipfile.ZIP_STORED,
             215,
-            "bytes of a tensor are stored where 96 are",
+            "says that more bytes of a tensor are stored",
         ),  # to the end of the file, no whole number of values
         (zipfile.ZIP_DEFLATED, 24, "packed in a way"),
     ],
@@ -356,6 +389,36 @@ def test_a_shard_whose_tensor_is_longer_than_its_record(
         else:
             with pytest.raises(BadShard, match=said):
                 read_bin(place.path(name), file)
+
+
+def test_a_shard_of_another_byte_order_is_refused(tmp_path: Path) -> None:
+    """torch turns the values in its own mapping, which nothing is read through."""
+    torch = pytest.importorskip("torch")
+    place, name, packed = Folder(tmp_path), "pytorch_model.bin", io.BytesIO()
+    torch.save({"a": torch.arange(24.0)}, packed)
+    with zipfile.ZipFile(packed) as old, zipfile.ZipFile(tmp_path / name, "w") as new:
+        for record in old.namelist():
+            new.writestr(record, b"big" if record.endswith("/byteorder") else old.read(record))
+    with contextlib.ExitStack() as files, pytest.raises(UnsupportedModel, match="big-endian"):
+        read_bin(place.path(name), place.open(name, files))
+
+
+def test_a_shard_whose_pickle_begins_pages_before_its_only_storage_is_read(tmp_path: Path) -> None:
+    """Where a record begins modulo a page does not say which one it is."""
+    torch = pytest.importorskip("torch")
+    place, name, values = Folder(tmp_path), "pytorch_model.bin", torch.arange(48.0).reshape(4, 12)
+    n_alike = 0
+    for length in range(3000, 7200, 60):
+        torch.save({"x" * length: values}, tmp_path / name)
+        with contextlib.ExitStack() as files:
+            (tensor,) = read_bin(place.path(name), place.open(name, files)).values()
+            assert tensor.raw_rows(0, 4).tobytes() == values.numpy().tobytes()
+        with zipfile.ZipFile(tmp_path / name) as archive, (tmp_path / name).open("rb") as file:
+            starts = {record.filename: _data_start(file, record) for record in archive.infolist()}
+        (pickled,) = (start for n, start in starts.items() if n.endswith("data.pkl"))
+        (stored,) = (start for n, start in starts.items() if n.endswith("data/0"))
+        n_alike += (stored - pickled) % mmap.PAGESIZE == 0
+    assert n_alike > 0
 
 
 def test_torch_says_nothing_beside_our_line(tmp_path: Path) -> None:
