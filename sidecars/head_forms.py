@@ -34,6 +34,16 @@ ROTATED_WHOLE = frozenset({
 
 GATED_DELTA = frozenset({"qwen35", "qwen35moe", "qwen3next", "qwen4exp"})
 
+# What the graph of a head asserts that its block has (llama.cpp's src/models, graph_mtp).
+HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("cohere2moe", "deepseek32", "glm-dsa", "glm4moe"), ("ffn_gate_inp",)),
+    "nemotron_h_moe": ("nextn.shared_head_norm",),
+    "mimo2": ("attn_qkv", "ffn_gate", "ffn_up", "ffn_down"),
+}
+# ... that its attention is compressed, and ... that it is not scaled by the position.
+LATENT_HEADS = frozenset({"deepseek2", "deepseek32", "glm-dsa"})
+UNSCALED_HEADS = frozenset({"deepseek2"})
+
 # The decay of Kimi's delta layers has a lower bound, and no layers without one are computed.
 BOUNDED_DECAY = frozenset({"bailingmoe3"})
 

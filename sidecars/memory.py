@@ -8,9 +8,12 @@ from the tensors it has. Knows GGUF keys and tensor names; no file, no model, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from llama_sidecar.sidecars import compact
 from llama_sidecar.sidecars.gguf_header import GGUFHeader
@@ -349,9 +352,10 @@ class _Layers:
     def value(self, name: str, default: int, i: int = 0) -> int:
         """A key's value; of a list that has one for each layer, layer `i`'s."""
         found = self._keys.get(f"{self._arch}.{name}", default)
-        if hasattr(found, "__len__"):
-            return int(found[i]) if i < len(found) else default
-        return int(found)
+        if isinstance(found, np.ndarray):
+            found = found[i] if i < len(found) else default
+        is_number = isinstance(found, (int, float, np.number, np.bool_)) and math.isfinite(found)
+        return int(found) if is_number else default  # llama.cpp says what else it is
 
     def n_cells(self, i: int, n_ctx: int, n_batch: int) -> int:
         if not self.is_windowed(i):

@@ -24,9 +24,12 @@ from llama_sidecar.sidecars.head_forms import (
     EQUAL_LENGTHS,
     FIRST_WITHOUT_WINDOW,
     GATED_DELTA,
+    HEAD_PARTS,
+    LATENT_HEADS,
     ROTATED_WHOLE,
     SECTIONED,
     UNROTATED,
+    UNSCALED_HEADS,
     WINDOW_IF_SAID,
     WINDOW_PERIODS,
 )
@@ -369,17 +372,55 @@ def _check_blocks(header: GGUFHeader) -> None:
     ):
         for group, form in _GROUPS.items():
             _check_group(header, group, members, form)
-    types = header.keys.get(header.key("{arch}.attention.indexer.types"))
-    for i in map(int, np.flatnonzero(types) if isinstance(types, np.ndarray) else ()):
-        if i < n_trunk and i in blocks and "indexer.proj.weight" not in blocks[i]:
+    for i, has_own in enumerate(_indexer_types(header, n_trunk)):
+        if has_own and i in blocks and "indexer.proj.weight" not in blocks[i]:
             raise errors.MissingTensors(
                 f"{header.path}: blk.{i} has no indexer, and attention.indexer.types says that it has one of its own"
             )
+    is_latent = bool(header.uint("{arch}.moe_latent_size", default=0))
     for i, parts in blocks.items():
-        for what, missing in _needs(header.arch, parts):
+        for what, missing in _needs(header.arch, parts, is_latent=is_latent):
             raise errors.MissingTensors(
                 f"{header.path}: blk.{i} has {what} and lacks {missing}: its conversion lost it"
             )
+        if any(part.startswith("nextn.") for part in parts):
+            _check_head(header, i, parts)
+
+
+def _indexer_types(header: GGUFHeader, n_trunk: int) -> list[bool]:
+    """Which layers have an indexer of their own, as llama.cpp takes it from the keys; empty where that is not theirs to say."""
+    types = header.keys.get(header.key("{arch}.attention.indexer.types"))
+    if isinstance(types, np.ndarray):
+        return [bool(own) for own in types[:n_trunk]]
+    if isinstance(types, int):
+        return [bool(types)] * n_trunk
+    if header.arch != "glm-dsa":
+        return []
+    if header.uint("{arch}.context_length", default=0) < 1 << 20:  # GLM-5 and 5.1
+        return [True] * n_trunk
+    return [i < 3 or (i - 2) % 4 == 0 for i in range(n_trunk)]
+
+
+def _check_head(header: GGUFHeader, i: int, parts: set[str]) -> None:
+    """What the graph of a head asserts of its block and of the keys."""
+    names = {part.rsplit(".", 1)[0] for part in parts}
+    for name in HEAD_PARTS.get(header.arch, ()):
+        if name not in names:
+            raise errors.MissingTensors(
+                f"{header.path}: blk.{i} is a head and lacks {name}: its conversion lost it"
+            )
+    if header.arch in LATENT_HEADS:
+        for name in ("key_length_mla", "value_length_mla"):
+            if not header.uint(f"{{arch}}.attention.{name}", default=0):
+                raise _wrong(
+                    header,
+                    header.key(f"{{arch}}.attention.{name}"),
+                    "absent or 0",
+                    "a length, as the head has one,",
+                )
+    scale = header.key("{arch}.attention.temperature_scale")
+    if header.arch in UNSCALED_HEADS and header.keys.get(scale, 0):
+        raise _wrong(header, scale, _said(header.keys[scale]), "none, since there is a head,")
 
 
 def _group(pattern: str) -> Callable[[set[str]], _Parts]:
@@ -417,7 +458,7 @@ def _check_group(
             )
 
 
-def _needs(arch: str, parts: set[str]) -> Iterator[tuple[str, str]]:
+def _needs(arch: str, parts: set[str], *, is_latent: bool) -> Iterator[tuple[str, str]]:
     """What a block has, and what that does not work without."""
     names = {part.rsplit(".", 1)[0] for part in parts}
     if names & {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps"}:
@@ -427,6 +468,8 @@ def _needs(arch: str, parts: set[str]) -> Iterator[tuple[str, str]]:
             yield "experts", "ffn_up_exps"
         if "ffn_gate_inp" not in names:
             yield "experts", "ffn_gate_inp"
+        if is_latent and arch == "nemotron_h_moe" and "ffn_latent_down" not in names:
+            yield "experts", "ffn_latent_down"
     if names & {"ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"}:
         for name in ("ffn_up_shexp", "ffn_down_shexp"):
             if name not in names:
@@ -435,8 +478,9 @@ def _needs(arch: str, parts: set[str]) -> Iterator[tuple[str, str]]:
         for name in ("ffn_up", "ffn_down"):
             if name not in names:
                 yield "a feed-forward network", name
-    if "ffn_latent_down" in names and "ffn_latent_up" not in names:
-        yield "ffn_latent_down", "ffn_latent_up"
+    for name, other in (("ffn_latent_down", "ffn_latent_up"), ("ffn_latent_up", "ffn_latent_down")):
+        if name in names and other not in names:
+            yield name, other
     if (
         "ssm_out" in names
         and arch in GATED_DELTA

@@ -233,6 +233,31 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
     ),
     ("glm_dsa-shared", [["remove", "blk.1.indexer.proj.weight"]], MISSING, "blk.1 has an indexer and lacks"),
     ("nemotron_h_moe-latent", [["remove", "blk.4.ssm_conv1d.bias"]], MISSING, "lacks ssm_conv1d.bias"),
+    (
+        "nemotron_h_moe-latent sidecar",
+        [["remove", "blk.5.ffn_latent_down.weight"]],
+        MISSING,
+        "blk.5 has experts and lacks ffn_latent_down",
+    ),
+    (
+        "nemotron_h_moe-latent sidecar",
+        [["remove", "blk.5.nextn.shared_head_norm.weight"]],
+        MISSING,
+        "blk.5 is a head and lacks nextn.shared_head_norm",
+    ),
+    ("glm_dsa-shared", [["drop", "glm-dsa.attention.indexer.types"]], MISSING, "has no indexer"),
+    (
+        "mimo2-joined sidecar",
+        [["remove", "blk.6.ffn_gate.weight"]],
+        MISSING,
+        "blk.6 is a head and lacks ffn_gate",
+    ),
+    (
+        "deepseek2-yarn sidecar",
+        [["set", "deepseek2.attention.temperature_scale", "FLOAT32", -1.0]],
+        WRONG,
+        "temperature_scale is -1.0; none, since there is a head,",
+    ),
     # Vocabularies
     ("R", [["set", "tokenizer.ggml.model", "STRING", "none"]], WRONG, "'none'; one of gpt2, llama, bert"),
     ("R", [["set", "tokenizer.ggml.model", "UINT32", 1]], WRONG, "is 1; one of gpt2"),

@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -467,7 +468,12 @@ def command(seconds: float, only: str, number: int, keep: Path, again: Path | No
             edited = gguf_edit.read(seed.sidecar or seed.main)
             try:
                 edited.apply(*edits).write(case)
-            except (KeyError, IndexError, TypeError):  # an earlier edit took away what this one changes
+            except (
+                KeyError,
+                IndexError,
+                TypeError,
+                struct.error,
+            ):  # an earlier edit took away what this one changes, or its type
                 return Outcome("", None)
             return run(seed.main, case, stderr) if seed.sidecar else run(case, None, stderr)
 
