@@ -26,6 +26,7 @@ from llama_sidecar.sidecars.head_forms import (
     GATED_DELTA,
     HEAD_PARTS,
     LATENT_HEADS,
+    ONE_KV_HEAD,
     ROTATED_WHOLE,
     SECTIONED,
     UNROTATED,
@@ -205,11 +206,12 @@ def _head_length(sizes: _Sizes, part: str, swa: str = "") -> int:
 def _check_latent(sizes: _Sizes) -> None:
     """Latent attention keeps one compressed row and the rotated part of a key, of which every head makes keys of its own."""
     for_heads, rank = sizes.at("attention.key_length_mla"), sizes.at("attention.kv_lora_rank")
+    is_latent = bool(for_heads and rank)
+    n_kv = max(sizes.all("attention.head_count_kv") or sizes.all("attention.head_count") or [1])
+    if n_kv != 1 and (is_latent or sizes.arch in ONE_KV_HEAD):
+        raise sizes.fail("attention.head_count_kv", n_kv, "1 (attention is latent)")
     if not for_heads or not rank:
         return
-    n_kv = max(sizes.all("attention.head_count_kv") or sizes.all("attention.head_count") or [1])
-    if n_kv != 1:
-        raise sizes.fail("attention.head_count_kv", n_kv, "1 (attention is latent)")
     rotated = sizes.at("rope.dimension_count", default=0) or 0
     if rotated >= for_heads:
         raise sizes.fail("rope.dimension_count", rotated, f"less than the {for_heads} of a key")
@@ -372,7 +374,11 @@ def _check_blocks(header: GGUFHeader) -> None:
     ):
         for group, form in _GROUPS.items():
             _check_group(header, group, members, form)
-    for i, has_own in enumerate(_indexer_types(header, n_trunk)):
+    has_indexer = _indexer_types(header, n_trunk)
+    if has_indexer and not has_indexer[0]:
+        name = header.key("{arch}.attention.indexer.types")
+        raise _wrong(header, name, "0 for layer 0", "1, as no layer before has an indexer to share,")
+    for i, has_own in enumerate(has_indexer):
         if has_own and i in blocks and "indexer.proj.weight" not in blocks[i]:
             raise errors.MissingTensors(
                 f"{header.path}: blk.{i} has no indexer, and attention.indexer.types says that it has one of its own"

@@ -247,6 +247,18 @@ CASES: list[tuple[str, list[Edit], type[LlamaSidecarError], str]] = [
     ),
     ("glm_dsa-shared", [["drop", "glm-dsa.attention.indexer.types"]], MISSING, "has no indexer"),
     (
+        "glm_dsa-shared",
+        [["item", "glm-dsa.attention.indexer.types", 0, False]],
+        WRONG,
+        "types is 0 for layer 0; 1, as no layer before",
+    ),
+    (
+        "deepseek4-yarn sidecar",
+        [["set", "deepseek4.attention.head_count_kv", "UINT32", 2]],
+        WRONG,
+        "head_count_kv is 2; 1",
+    ),
+    (
         "mimo2-joined sidecar",
         [["remove", "blk.6.ffn_gate.weight"]],
         MISSING,
