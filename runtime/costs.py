@@ -2,7 +2,7 @@
 
 Measured on real rounds, whose drafts stand by a coin: one row now and then repeated by itself is faster than one between a
 drafter's steps. Plain decoding and every depth take turns, so that a machine that drifts drifts for all of them. Medians
-count, or the fastest third where something else ran meanwhile. What a part costs depends on shapes and types, not on weights:
+count once what the machine was slow for a while is taken out, or the fastest third where something else ran meanwhile. What a part costs depends on shapes and types, not on weights:
 the key under which costs are kept is made of those, the machine, the library and the settings. Knows nothing of acceptance,
 and decides nothing.
 """
@@ -109,6 +109,7 @@ class Costs:
         token_s: everything else, for each token emitted (choosing it, its text).
         change_s: what the first round at another depth takes longer (llama.cpp makes new graphs).
         calm: whether the machine did nothing else when they were measured.
+        n_slots: rollback slots these were measured with; 0 for as many as the greatest depth needs.
         n_threads: CPU threads these were measured with.
         key: what they were measured on, see `costs_key`.
 
@@ -132,6 +133,7 @@ class Costs:
     token_s: float = 0.0
     change_s: float = 0.0
     calm: bool = True
+    n_slots: int = 0
     n_threads: int = 0
     key: str = ""
 
@@ -150,6 +152,11 @@ class Costs:
     def max_depth(self) -> int:
         """The greatest depth whose verification is covered."""
         return len(self.verify_s) - 1
+
+    @property
+    def slots(self) -> int:
+        """The rollback slots these are the costs of."""
+        return self.n_slots or self.max_depth
 
     def draft_s(self, depth: int, n_stood: float = 0.0, n_changes: float = 0.0) -> float:
         """Seconds of the drafter in a round that follows on one in which `n_stood` drafts stood, with so many new graphs."""
@@ -190,6 +197,7 @@ class Costs:
                 **{name: float(data[name]) for name in seconds},
                 verify_s=tuple(float(s) for s in data["verify_s"]),
                 calm=bool(data["calm"]),
+                n_slots=int(data["n_slots"]),
                 n_threads=int(data["n_threads"]),
                 key=str(data["key"]),
             )
@@ -232,7 +240,9 @@ def remembered(model: Model) -> Costs | None:
     costs, depth = recall(costs_key(model)), _n_drafts(model)
     if costs is None or not 1 <= depth <= costs.max_depth:
         return None
-    return replace(costs, verify_s=costs.verify_s[: depth + 1])
+    if depth < costs.max_depth:
+        costs = replace(costs, verify_s=costs.verify_s[: depth + 1], n_slots=costs.slots)
+    return costs
 
 
 def _n_drafts(model: Model) -> int:
@@ -333,6 +343,7 @@ def calibrate(model: Model, *, budget_s: float = BUDGET_S) -> Costs:
     return replace(
         _costs(plain_rounds, rounds, depth, in_one_pass=model.drafts_in_one_pass),
         calm=waited_share < BUSY_SHARE,
+        n_slots=depth,
         n_threads=model.settings.n_threads,
         key=costs_key(model),
     )
@@ -499,8 +510,12 @@ def _costs(
         known[n_drafted + 1] = _typical([r.verify_s for r in rounds if r.n_drafted == n_drafted])
     change_s = median(r.verify_s - known.get(r.n_drafted + 1, r.verify_s) for r in first_rounds)
     # A round that something else slowed down slowed its draft as well: their ratio counts.
+    # In one pass a round's decodes are alike, whatever stood.
     drafts = [
-        ((1, r.n_drafted - 1, r.n_stood, r.n_changes), r.draft_s / r.verify_s * known[r.n_drafted + 1])
+        (
+            (1, r.n_drafted - 1, r.n_stood, 0 if in_one_pass else r.n_changes),
+            r.draft_s / r.verify_s * known[r.n_drafted + 1],
+        )
         for r in rounds
         if r.n_drafted
     ]

@@ -361,7 +361,8 @@ class Model:
         Args:
             ctx: context length in tokens (default: the model's setting).
             spec_type: "none" makes a plain session.
-            depth: drafts in every round; 0 makes a plain session (default: the model's setting, which may be pace's choice).
+            depth: drafts in every round; 0 makes a plain session (default: the model's setting, which may be pace's choice; of a
+                small recurrent model `Session.depth`, the most it chooses, may be less than the model's: see `for_slots_that_pay`).
             learn: count what this session writes (default: the model's setting).
             n_slots: rollback slots for recurrent layers (default: `depth`); with fewer a checkpoint stands in.
             restore: a file that `Session.save` wrote, to go on from; of the same model, llama.cpp, KV types and context size, and
@@ -410,9 +411,10 @@ class Model:
             pace = None
             if self.paced and depth is None and scripted is None and wanted:
                 costs = costs_for(self)
-                if self.memory_plan.main.is_recurrent:
-                    costs = for_slots_that_pay(costs, looks_up=self.ngram)
-                pace = Pace(costs, has_drafter=self._chosen.has_weights)
+                drafts = self._chosen.has_weights
+                if self.memory_plan.main.is_recurrent and n_slots is None and not self.exact:
+                    costs = for_slots_that_pay(costs, drafts=drafts, looks_up=self.ngram)
+                pace = Pace(costs, has_drafter=drafts)
                 wanted = pace.max_depth
             if self._memory_check:
                 plan = self.memory_plan if wanted else self.memory_plan.plain()

@@ -1,11 +1,13 @@
 """Pace chooses the draft depth, round by round: as fast as drafting can be here, and never slower than plain decoding.
 
-Python's view of it: made from measured `Costs`. How it chooses is native/pace.h's, where the native loop asks it.
-Has no clock and does no I/O: equal observations give equal depths. Knows nothing of sessions, models or files.
+Python's view of it: made from measured `Costs`. How it chooses is native/pace.h's, where the native loop asks it; how deep it
+may go at all is chosen here, once. Has no clock and does no I/O: equal observations give equal depths. Knows nothing of
+sessions or files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from . import _native
@@ -18,39 +20,42 @@ LEAST_GAIN = 1.01  # for which rollback slots are given up
 MOST_SAVED = 0.1  # of a decode, by fewer slots: what is seen of their cost may be off
 
 
-def for_slots_that_pay(costs: Costs, *, looks_up: bool) -> Costs:
+def for_slots_that_pay(costs: Costs, *, drafts: bool, looks_up: bool) -> Costs:
     """What rounds cost a recurrent model with as many rollback slots as pay, which may be fewer than these were measured with.
 
     Such a model keeps a state for each row that may be taken back, at every decode: a small one's decodes take longer for each.
     What one row takes longer than in a plain session is put down to the slots and all else that drafting needs, in equal parts.
 
     Args:
-        costs: measured with `costs.max_depth` slots.
-        looks_up: whether drafts may also be found, which costs nothing.
+        costs: the depths to choose from, measured with `costs.slots` slots.
+        drafts: whether there is a drafter.
+        looks_up: whether drafts are found in the text, which costs nothing. Of the two the one that wants more slots counts.
 
     >>> costs = Costs(plain_s=1.0, verify_s=(1.06, 1.3, 1.9), first_draft_s=0.3, draft_step_s=0.3)
-    >>> for_slots_that_pay(costs, looks_up=False).verify_s
+    >>> for_slots_that_pay(costs, drafts=True, looks_up=False).verify_s
     (1.04, 1.28)
     """
-    n_slots = costs.max_depth
-    slot_s = max(0.0, costs.verify_s[0] - costs.plain_s) / (n_slots + 1)
+    slot_s = max(0.0, costs.verify_s[0] - costs.plain_s) / (costs.slots + 1)
 
     def with_slots(n: int) -> Costs:
-        saved_s = (n_slots - n) * slot_s
+        saved_s = (costs.slots - n) * slot_s
         left = (max(s - saved_s, s * (1 - MOST_SAVED)) for s in costs.verify_s[: n + 1])
-        return replace(costs, verify_s=tuple(left))
+        return replace(costs, verify_s=tuple(left), n_slots=n)
 
-    def best_speed(costs: Costs) -> float:
+    def drafted(costs: Costs, acceptance: list[float]) -> float:
+        return 1 / costs.seconds_per_token(acceptance)
+
+    def found(costs: Costs, acceptance: list[float]) -> float:
+        return expected_tokens(acceptance) / (costs.verify_s[len(acceptance)] + costs.overhead_s)
+
+    def n_best(speed: Callable[[Costs, list[float]], float]) -> int:
         chances = [[HIGH_ACCEPTANCE] * depth for depth in range(1, costs.max_depth + 1)]
-        drafted = [1 / costs.seconds_per_token(acceptance) for acceptance in chances]
-        found = [
-            expected_tokens(acceptance) / (costs.verify_s[len(acceptance)] + costs.overhead_s)
-            for acceptance in chances
-        ]
-        return max(found if looks_up else drafted)
+        speeds = [max(speed(with_slots(n), a) for a in chances[:n]) for n in range(1, costs.max_depth + 1)]
+        best = max(speeds)
+        return 1 + speeds.index(best) if best > LEAST_GAIN * speeds[-1] else costs.max_depth
 
-    best = max(map(with_slots, range(1, n_slots + 1)), key=best_speed)
-    return best if best_speed(best) > LEAST_GAIN * best_speed(costs) else costs
+    wanted = [n_best(speed) for speed, counts in ((drafted, drafts), (found, looks_up)) if counts]
+    return with_slots(max(wanted, default=costs.max_depth))
 
 
 class Pace(_native.Pace):

@@ -26,6 +26,9 @@ from llama_sidecar.runtime.costs import (
     BUSY_AGE_S,
     MAX_AGE_S,
     Costs,
+    _costs,
+    _Round,
+    _steady,
     calibrate,
     costs_for,
     costs_key,
@@ -213,6 +216,33 @@ def test_contention_and_drift_are_not_taken_for_cost(
 ) -> None:
     costs, _, _ = measured(slowness=slowness)
     assert shares(costs) == pytest.approx(shares(TRUE), rel=0.1)
+
+
+def test_a_machine_that_is_slow_for_seconds_is_levelled_out(measured: Any) -> None:
+    """A model of a third of a millisecond a row, on a host that gives half of its speed for a tenth of a second, again and again."""
+    true = scaled(TRUE, 0.01)
+    for at in range(8):
+        costs, _, _ = measured(true, slowness=lambda now, at=at: 1.8 if (now + at / 40) % 0.2 < 0.1 else 1.0)
+        assert shares(costs) == pytest.approx(shares(true), rel=0.04)
+
+
+@pytest.mark.parametrize("slow", [{1, 2}, {0, 3}, {2, 3}])
+def test_shapes_of_which_half_was_slow_are_levelled_out(slow: set[int]) -> None:
+    """Medians alone would halve the difference between these and the others."""
+    seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 2.0}
+    turns = []
+    for turn in range(2):
+        rounds = []
+        for depth in (3, 1, 2, 0):
+            slowness = 3.0 if turn and depth in slow else 1.0
+            verify_s = seconds[depth] * slowness
+            same = _Round(False, depth, 0, 0, 1, 0.1 * depth * slowness, verify_s, 0.0)
+            rounds += [replace(same, changed=True), *[same] * 6]
+        turns.append(([_Round(False, 0, 0, 0, 1, 0.0, 0.9, 0.0)] * 6, rounds))
+    costs = _costs(*_steady(turns), 3)
+    assert [s / costs.plain_s for s in costs.verify_s] == pytest.approx(
+        [s / 0.9 for s in seconds.values()], rel=0.02
+    )
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.5, 5])
@@ -403,7 +433,7 @@ def test_the_key_is_that_of_shapes_types_and_settings(
 def test_costs_of_greater_depths_serve_smaller_ones(
     pair_of: PairOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tune --depth 6` is for runs without --depth as well."""
+    """`tune --depth 6` is for runs without --depth as well; how many slots it had is known on."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     main = pair_of("R", "Q8_0").main
     with load(main, ctx=256, threads=1, depth=3) as model:
@@ -412,7 +442,7 @@ def test_costs_of_greater_depths_serve_smaller_ones(
         remember(costs)
         assert remembered(model) == costs == costs_for(model)
     with load(main, ctx=256, threads=1, depth=2) as model:
-        assert costs_for(model) == replace(costs, verify_s=TRUE.verify_s[:3])
+        assert costs_for(model) == replace(costs, verify_s=TRUE.verify_s[:3], n_slots=3)
     with load(main, ctx=256, threads=1, depth=4) as model:
         assert remembered(model) is None
 

@@ -436,9 +436,13 @@ def test_what_is_expected_is_what_the_costs_say(name: str) -> None:
         assert pace.speedup(depth) == pytest.approx(costs.speedup(chances[:depth]), rel=1e-9)
 
 
-@pytest.mark.parametrize("found", [False, True])
-def test_where_much_is_found_drafts_are_as_many_as_are_verified_then(found: bool) -> None:
-    """Between rounds of equal depth no new graphs are made, which on a small model are dearer than a deeper round."""
+@pytest.mark.parametrize("run", [0, 1])
+def test_where_much_is_found_drafts_are_as_many_as_are_verified_then(run: int) -> None:
+    """Between rounds of equal depth no new graphs are made, which on a small model are dearer than a deeper round.
+
+    Something is found for `run` rounds of every two.
+    """
+    found = run > 0
     costs, rng, chances = MACHINES["demo"], random.Random(0), [0.9, 0.7, 0.6, 0.5]
     pace = Pace(costs)
     depths, n_stood, n_rows, last_depth, last_drafted, n_alike = [0] * 5, 0, 0, -1, 0, 0
@@ -483,12 +487,12 @@ def dear_slots(costs: Costs, share: float) -> Costs:
 
 def test_slots_are_given_up_where_the_depth_they_allow_is_not_worth_them() -> None:
     demo = MACHINES["demo"]
-    cut = for_slots_that_pay(demo, looks_up=False)
+    cut = for_slots_that_pay(demo, drafts=True, looks_up=False)
     assert cut.max_depth == 1
     slot_s = (demo.verify_s[0] - demo.plain_s) / 5
     assert cut.verify_s == pytest.approx([s - 3 * slot_s for s in demo.verify_s[:2]])
-    assert replace(cut, verify_s=demo.verify_s) == demo
-    assert for_slots_that_pay(demo, looks_up=True).max_depth > 1, "what is found costs no draft"
+    assert replace(cut, verify_s=demo.verify_s, n_slots=0) == demo and cut.slots == 1
+    assert for_slots_that_pay(demo, drafts=True, looks_up=True).max_depth > 1, "what is found costs no draft"
 
 
 @pytest.mark.parametrize("looks_up", [False, True])
@@ -496,20 +500,40 @@ def test_slots_are_given_up_where_the_depth_they_allow_is_not_worth_them() -> No
 def test_where_depth_pays_all_slots_are_kept(name: str, looks_up: bool) -> None:
     for share in (0.0, 0.01):
         costs = dear_slots(MACHINES[name], share)
-        assert for_slots_that_pay(costs, looks_up=looks_up) == costs
+        assert for_slots_that_pay(costs, drafts=True, looks_up=looks_up).verify_s == costs.verify_s
 
 
 @pytest.mark.parametrize("looks_up", [False, True])
 def test_slots_are_kept_where_they_cost_nothing(looks_up: bool) -> None:
     """Even where one draft is the best there is."""
     costs = replace(MACHINES["BF16, full vocabulary"], plain_s=1.0)
-    assert for_slots_that_pay(costs, looks_up=looks_up) == costs
+    assert for_slots_that_pay(costs, drafts=True, looks_up=looks_up).verify_s == costs.verify_s
+
+
+def test_slots_that_only_the_head_wants_are_kept_where_text_is_looked_up() -> None:
+    """A block of drafts costs the same at every depth; what is found is best verified one by one here."""
+    block = Costs(
+        plain_s=1.0, verify_s=(1.06, 1.5, 2.2, 2.95), first_draft_s=0.5, draft_step_s=1e-9, draft_change_s=0.0
+    )
+    assert for_slots_that_pay(block, drafts=False, looks_up=True).max_depth == 1
+    assert for_slots_that_pay(block, drafts=True, looks_up=False).max_depth == 3
+    assert for_slots_that_pay(block, drafts=True, looks_up=True).max_depth == 3
+
+
+def test_costs_of_more_slots_than_there_may_be_are_those_of_fewer() -> None:
+    """Calibrated at a greater depth, of which some depths are asked for."""
+    costs = replace(MACHINES["demo"], n_slots=8)
+    cut = for_slots_that_pay(costs, drafts=True, looks_up=False)
+    slot_s = (costs.verify_s[0] - costs.plain_s) / 9
+    saved_s = (8 - cut.max_depth) * slot_s
+    assert cut.verify_s == pytest.approx([s - saved_s for s in costs.verify_s[: cut.max_depth + 1]])
+    assert for_slots_that_pay(cut, drafts=True, looks_up=False) == cut
 
 
 def test_a_bad_moment_in_which_a_single_row_was_measured_makes_no_decode_free() -> None:
     costs = replace(MACHINES["demo"], verify_s=(30.0, *MACHINES["demo"].verify_s[1:]))
     for looks_up in (False, True):
-        cut = for_slots_that_pay(costs, looks_up=looks_up)
+        cut = for_slots_that_pay(costs, drafts=True, looks_up=looks_up)
         for before, after in zip(costs.verify_s, cut.verify_s, strict=False):
             assert 0.9 * before <= after <= before
 

@@ -34,6 +34,7 @@ constexpr double drift = 0.002;       // and by so much more after a round
 constexpr double variance = 0.3;      // of the ratio of two groups' medians, over the square of their mean deviations' sum
 constexpr double least_spread = 0.01; // of few rounds: chance may make it smaller
 constexpr double settle_s = 0.001;    // after a change of depth, until what its rounds need is in the caches: some of a small model's
+constexpr double most_settling = 7;   // of those rounds
 constexpr double hope = 1.5;          // standard deviations by which a depth may be better than it looks, to be worth a try
 constexpr double try_share = 0.01;    // of the rounds may be lost by tries
 
@@ -120,6 +121,7 @@ void Pace::observe(int32_t n_drafted, int32_t n_accepted, double draft_s, double
     draft_s = std::max(draft_s, shortest_s);
     verify_s = std::max(verify_s, shortest_s);
     emitted(1 + n_accepted);
+    was_found_ = false;
     if (n_drafted > 0) {
         observe_drafts(n_drafted, n_accepted, draft_s, verify_s);
     } else if (!drafting_) {
@@ -150,6 +152,10 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
                                     " found tokens stood, at a depth of at most " + std::to_string(max_depth()));
     }
     emitted(1 + n_accepted);
+    constexpr double kept = 1 - 1 / memory;
+    n_verified_ = n_verified_ * kept + 1;
+    n_alone_ = n_alone_ * kept + (was_found_ ? 0 : 1);
+    was_found_ = true;
     compare(n_drafted, std::max(verify_s, shortest_s));
     if (drafting_) {
         n_stood_ += 1 + n_accepted;
@@ -160,20 +166,21 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
 }
 
 void Pace::compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right) {
-    if (!drafting_ && !stays_) {
-        const FoundRound missed = best_found(max_depth(), n_matched, 0);
-        if (missed.depth > 0) {
-            missed_s_ += n_right > 0 ? plain_round_s() * (1 - 1 / missed.speed) : plain_round_s() - missed.seconds;
-            missed_s_ = std::max(0.0, missed_s_);
-        }
+    const FoundRound best = best_found(max_depth(), n_matched, 0);
+    if (!drafting_ && !stays_ && best.depth > 0) {
+        missed_s_ += n_right > 0 ? plain_round_s() * (1 - 1 / best.speed) : plain_round_s() - best.seconds;
+        missed_s_ = std::max(0.0, missed_s_);
     }
     matches_.count(n_matched, n_compared, n_right);
+    if (best.depth == 0) return;
     n_emitted_found_ += n_last_;
+    constexpr double kept = 1 - 1 / memory;
+    n_found_ = n_found_ * kept + 1;
     double n_stood = 0, chance = 1;
     for (int32_t depth = 1; depth <= max_depth(); ++depth) {
         chance *= matches_.chance(n_matched + depth - 1);
         n_stood += chance;
-        found_stood_[size_t(depth)] += (n_stood - found_stood_[size_t(depth)]) / memory;
+        found_stood_[size_t(depth)] = found_stood_[size_t(depth)] * kept + n_stood;
     }
 }
 
@@ -181,6 +188,7 @@ void Pace::compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right)
 void Pace::observe_none(double draft_s) {
     fade(1);
     tallies_[0].tried += 1;
+    n_draft_rows_ = n_stood_;  // observe() has counted the round's own token
     n_stood_ = 0;
     const double lost = (costs_.verify_s[0] + std::min(draft_s, stall * expected_draft_s(1, 0, 0))) / costs_.plain_s - 1;
     lost_ += lost;
@@ -230,7 +238,7 @@ void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s,
 // Inside
 
 void Pace::emitted(int32_t n_tokens) {
-    const double kept = 1 - 1 / memory;
+    constexpr double kept = 1 - 1 / memory;
     n_emitted_ = n_emitted_ * kept + n_tokens;
     n_emitted_found_ *= kept;
     n_last_ = n_tokens;
@@ -246,13 +254,13 @@ void Pace::choose() {
         n_tries_ -= 1;
         return;
     }
-    speeds = with_found(std::move(speeds));
-    const auto best = std::max_element(speeds.begin(), speeds.end());
+    speeds = with_found(speeds);
+    const auto best = std::max_element(speeds.begin() + 1, speeds.end());
     // Staying costs more and more; a change is due when that comes to what it costs.
-    const double regret = *best / speeds[size_t(depth_ - 1)] - 1;
+    const double regret = *best / speeds[size_t(depth_)] - 1;
     regret_ = regret > 0 ? regret_ + regret : 0;
     if (regret_ > std::max(stay, costs_.change_s / target_s_[size_t(depth_)])) {
-        depth_ = 1 + int32_t(best - speeds.begin());
+        depth_ = int32_t(best - speeds.begin());
         regret_ = 0;
     }
     if (slowness_.full()) {
@@ -263,11 +271,11 @@ void Pace::choose() {
 // Tries a depth, 0 included, that may be better than the present one for all that is known of their costs: for a few rounds,
 // which are then compared with those before and after.
 void Pace::look_for_better(const std::vector<double> & speeds) {
-    const double now = speeds[size_t(depth_ - 1)];
+    const double now = speeds[size_t(depth_)];
     double best = now, loss_of_best = 0;
     for (int32_t depth = 0; depth <= max_depth(); ++depth) {
         if (depth == depth_) continue;
-        const double speed = depth > 0 ? speeds[size_t(depth - 1)] : 1;
+        const double speed = speeds[size_t(depth)];
         const double hoped = speed * (1 + hope * std::sqrt(doubt_[size_t(depth)] + doubt_[size_t(depth_)]));
         const double loss = (n_settle() + n_paired) * std::max(0.0, now / speed - 1) + 2 * costs_.change_s / target_s_[size_t(depth_)];
         if (hoped > best && loss <= may_lose_) {
@@ -304,7 +312,7 @@ void Pace::begin_stretch() {
     far_.clear();
     n_tries_ = 0;
     const std::vector<double> speeds = with_found(speedups(acceptance()));
-    depth_ = 1 + int32_t(std::max_element(speeds.begin(), speeds.end()) - speeds.begin());
+    depth_ = int32_t(std::max_element(speeds.begin() + 1, speeds.end()) - speeds.begin());
     regret_ = 0;
 }
 
@@ -345,26 +353,30 @@ std::vector<double> Pace::speedups(const std::vector<double> & acceptance) const
     return speeds;
 }
 
-// (max_depth,) The same of all text, part of which is found: there a round verifies as many tokens found as are fastest, if that is
-// faster than drafting at this depth. One of another depth needs new graphs, there and back.
-std::vector<double> Pace::with_found(std::vector<double> speeds) const {
-    if (n_emitted_found_ <= 0) return speeds;
+// (max_depth + 1,) From speeds at depths 1, 2, ... those at depths 0, 1, ... of all text, part of which is found: there a round
+// verifies as many tokens found as are fastest, if that is faster than its own. One of another depth than the round before needs
+// new graphs, there and back.
+std::vector<double> Pace::with_found(const std::vector<double> & speeds) const {
+    std::vector<double> mixed = {1};
+    mixed.insert(mixed.end(), speeds.begin(), speeds.end());
+    if (n_found_ <= 0) return mixed;
     const double share = n_emitted_found_ / n_emitted_;
-    std::vector<double> found_s;  // a token, by the depth at which what is found is verified
-    for (size_t depth = 1; depth <= speeds.size(); ++depth) {
-        const double n_tokens = 1 + found_stood_[depth];
-        found_s.push_back((target_s_[depth] + costs_.overhead_s) / n_tokens + costs_.catch_up_s * draft_scale_);
+    const double change_s = 2 * costs_.change_s * n_alone_ / n_verified_;
+    std::vector<double> found_s(mixed.size()), changed_s(mixed.size());  // a token, by the depth at which what is found is verified
+    for (size_t depth = 1; depth < mixed.size(); ++depth) {
+        const double n_tokens = 1 + found_stood_[depth] / n_found_;
+        found_s[depth] = (target_s_[depth] + costs_.overhead_s) / n_tokens + costs_.catch_up_s * draft_scale_;
+        changed_s[depth] = found_s[depth] + change_s / n_tokens;
     }
-    for (size_t drafted = 1; drafted <= speeds.size(); ++drafted) {
-        double fastest_s = plain_round_s() / speeds[drafted - 1];
-        const double own_s = fastest_s;
-        for (size_t depth = 1; depth <= speeds.size(); ++depth) {
-            const double change_s = depth == drafted ? 0 : 2 * costs_.change_s / (1 + found_stood_[depth]);
-            fastest_s = std::min(fastest_s, found_s[depth - 1] + change_s);
+    for (size_t own = 0; own < mixed.size(); ++own) {
+        const double own_s = plain_round_s() / mixed[own];
+        double fastest_s = own_s;
+        for (size_t depth = 1; depth < mixed.size(); ++depth) {
+            fastest_s = std::min(fastest_s, depth == own ? found_s[depth] : changed_s[depth]);
         }
-        speeds[drafted - 1] = plain_round_s() / ((1 - share) * own_s + share * fastest_s);
+        mixed[own] = plain_round_s() / ((1 - share) * own_s + share * fastest_s);
     }
-    return speeds;
+    return mixed;
 }
 
 // Seconds of the drafter, as learned, in a round that follows on one in which n_stood drafts stood, n_changes of its decodes
@@ -397,7 +409,7 @@ void Pace::learn_draft(double surprise) {
 }
 
 // The first rounds at another depth that say nothing of what it costs: one makes new graphs.
-int32_t Pace::n_settle() const { return 1 + int32_t(settle_s / plain_round_s()); }
+int32_t Pace::n_settle() const { return 1 + int32_t(std::min(settle_s / plain_round_s(), most_settling)); }
 
 // Learns what the first decode at another depth takes longer: after a long stretch at one depth more than in calibration, where
 // depths change all the time.

@@ -7,8 +7,8 @@
 // v(n) being the seconds of a verification of n rows, `first` those of the first draft, c those of each further one, u what the
 // first draft takes longer for each draft accepted the round before (the head decodes those rows together with the last token),
 // g what a decode of the drafter takes longer whose rows are not as many as those of its decode before (llama.cpp makes a new
-// graph): G(1) = 2 a_1 (1 - a_1) of them, or 2 a_1, there and back, where single rows follow on the first draft. o is all else in
-// a round. What each *token* costs besides (choosing it, showing it) is the same at every depth and drops out.
+// graph): for a drafter of single steps G(1) = 2 a_1 (1 - a_1) of them, or 2 a_1, there and back, where single rows follow on the
+// first draft; for one that drafts in one pass g is 0. o is all else in a round. What each *token* costs besides (choosing it, showing it) is the same at every depth and drops out.
 // With a_i the chance that the i-th draft stands when those before it do, E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 .. a_k. All
 // depths' speeds E(k) / T(k) are compared, each round: costs need not be convex (one more row may cost more than the two after
 // it), so there is no climbing from depth to depth.
@@ -20,7 +20,7 @@
 // Costs come from a calibration; of real rounds only *ratios* are learned, since a machine that is busy for an hour is slow
 // at every width. Two are fair: draft to verification in one round, and the rounds just before to those just after a change
 // of depth. Each cost has a doubt, which a comparison moves it by (as a Kalman filter does) and makes smaller; a stall of a second
-// says no more than one of a quarter. A depth that may be the best for all that is known is tried for a few rounds, plain
+// says no more than one of a quarter, and rounds that find the caches cold nothing. A depth that may be the best for all that is known is tried for a few rounds, plain
 // decoding among them; what such tries lose is bounded.
 //
 // Stretches of drafting and of plain decoding alternate. A drafting stretch ends when it fails on two counts: the model says
@@ -153,7 +153,7 @@ class Pace final : public Pacing {
     void learn_change(double seconds);
     void compare(int32_t depth, double seconds, double share_off = 0);
     std::vector<double> speedups(const std::vector<double> & acceptance) const;
-    std::vector<double> with_found(std::vector<double> speeds) const;
+    std::vector<double> with_found(const std::vector<double> & speeds) const;
     void emitted(int32_t n_tokens);
     double expected_draft_s(int32_t depth, double n_stood, double n_changes) const;
     int32_t count_draft_changes(int32_t n_drafted);
@@ -174,9 +174,14 @@ class Pace final : public Pacing {
     double switch_s_;
 
     MatchChances matches_;
-    std::vector<double> found_stood_;             // (max_depth + 1,) what is found, verified so far: expected tokens that stand
-    double n_emitted_ = 0, n_emitted_found_ = 0;  // tokens of late, and those of rounds for which something was found
-    int32_t n_last_ = 0;                          // of the last round
+    // Of late, faded: what was found and worth verifying, how many of its tokens were expected to stand at each depth
+    // (max_depth + 1,), tokens of all rounds and of those rounds; rounds that verified it, and those of them behind another.
+    double n_found_ = 0;
+    std::vector<double> found_stood_;
+    double n_emitted_ = 0, n_emitted_found_ = 0;
+    double n_verified_ = 1, n_alone_ = 1;
+    int32_t n_last_ = 0;       // tokens of the last round
+    bool was_found_ = false;  // it verified what was found
     bool stays_ = false;      // decodes plainly where it could verify what is found
     double stay_lost_s_ = 0;  // what that has cost
     double missed_s_ = 0;     // what verifying would have gained over the last plain rounds, were it not for the way there and back
