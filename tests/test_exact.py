@@ -142,7 +142,7 @@ def only(monkeypatch: pytest.MonkeyPatch, pair_of: PairOf) -> Iterator[object]:
     def load_with(*groups: tuple[int, ...], letter: str = "R", **options: object) -> Model:
         found = Exactness(short=groups, long=groups)
         monkeypatch.setattr("llama_sidecar.runtime.llm.exactness_for", lambda model: found)
-        how = {"ctx": 256, "threads": 1, "depth": 3, "kernels": "ours", **options}
+        how = {"ctx": 256, "threads": 1, "depth": 3, "kernels": "stock", **options}
         loaded.append(load(pair_of(letter, "Q8_0").main, exact=True, **how))  # type: ignore[arg-type]
         return loaded[-1]
 
@@ -158,7 +158,7 @@ def only(monkeypatch: pytest.MonkeyPatch, pair_of: PairOf) -> Iterator[object]:
 def test_any_set_of_widths_gives_the_text_and_the_state(only: object, letter: str, groups: object) -> None:
     """Q8_0's rows are equal to the bit at any width, so that a row too many that was left standing would show."""
     model = only(*groups, letter=letter)  # type: ignore[operator]
-    with load(model.main.path, ctx=256, threads=1, spec_type="none", kernels="ours") as free:
+    with load(model.main.path, ctx=256, threads=1, spec_type="none", kernels="stock") as free:
         expected = written(free, PROMPT, 48, None)
     assert written(model, PROMPT, 48, None) == expected
     assert_exact(model, [PROMPT], 48)
