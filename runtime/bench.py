@@ -349,6 +349,7 @@ def measure(
         model.session(spec_type="none", learn=False) as plain,
         model.session(learn=False, depth=own_depth) as spec,
     ):
+        report.depth = spec.depth  # of pace's: the most that it may choose
         bench = _Bench(
             report, plain, spec, coin, deadline, n_pairs=max(MIN_PAIRS, len(found)), progress=progress
         )

@@ -80,7 +80,7 @@ def command(
         if question is None:
             talk.conversation.check()
             reader, advice = make_reader(talk.status, completions())
-            talk.say(_title(model), *([HELP] if sys.stdin.isatty() else []))
+            talk.say(_title(model, talk.session.depth), *([HELP] if sys.stdin.isatty() else []))
             if advice:
                 note(advice)
             if lens and isinstance(output, TerminalOutput):
@@ -97,8 +97,8 @@ def command(
                 click.echo(stats_line(answer), err=True)
 
 
-def _title(model: Model) -> str:
+def _title(model: Model, depth: int) -> str:
     drafting = model.speculation
     source = f" from {drafting.path.name}" if drafting.path else ""
-    sidecar = f"{drafting.kind}{source}, depth {model.depth}" if drafting.kind else f"off: {drafting.why}"
+    sidecar = f"{drafting.kind}{source}, depth {depth}" if drafting.kind else f"off: {drafting.why}"
     return f"{model.main.path.name} | speculation {sidecar} | context {model.n_ctx} tokens"
