@@ -208,9 +208,7 @@ def read_bin(path: Path, file: WeightFile) -> dict[str, Stored]:
     records = _records(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch's about the format, before or beside what it raises or we say
+            warnings.simplefilter("ignore")  # torch's about the format, beside what it raises or we say
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for a bad file
         raise BadShard(

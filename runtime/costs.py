@@ -2,9 +2,9 @@
 
 Measured on real rounds, whose drafts stand by a coin: one row now and then repeated by itself is faster than one between a
 drafter's steps. Plain decoding and every depth take turns, so that a machine that drifts drifts for all of them. Medians
-count once what the machine was slow for a while is taken out, or the fastest third where something else ran meanwhile. What a part costs depends on shapes and types, not on weights:
-the key under which costs are kept is made of those, the machine, the library and the settings. Knows nothing of acceptance,
-and decides nothing.
+count once the machine's slow spells are taken out, or the fastest third where something else ran meanwhile. What a part costs
+depends on shapes and types, not on weights: the key under which costs are kept is made of those, the machine, the library and
+the settings. Knows nothing of acceptance, and decides nothing.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ HEAD_PARTS: Mapping[str, tuple[str, ...]] = {
 LATENT_HEADS = frozenset({"deepseek2", "deepseek32", "glm-dsa"})
 UNSCALED_HEADS = frozenset({"deepseek2"})
 
-ONE_KV_HEAD = frozenset(
-    {"deepseek4"}
-)  # all heads share one row of keys and values, which no key of compression says
+# All heads share one row of keys and values, which no key of compression says.
+ONE_KV_HEAD = frozenset({"deepseek4"})
 
 # The decay of Kimi's delta layers has a lower bound, and no layers without one are computed.
 BOUNDED_DECAY = frozenset({"bailingmoe3"})

@@ -13,6 +13,7 @@ constexpr double prior = 0.75;      // chance that a draft stands before any was
 constexpr double prior_rounds = 3;  // how many rounds that opinion weighs: little, the text shall decide
 // Rounds after which an observation has faded: short for code that turns to prose, long for 0.75 against 0.80.
 constexpr double memory = 48;
+constexpr double kept = 1 - 1 / memory;  // of an observation, after a round
 // Rounds that staying must have cost before the depth changes, or what the change costs where that is more.
 constexpr double stay = 0.02;
 
@@ -152,7 +153,6 @@ void Pace::observe_found(int32_t n_drafted, int32_t n_accepted, double verify_s)
                                     " found tokens stood, at a depth of at most " + std::to_string(max_depth()));
     }
     emitted(1 + n_accepted);
-    constexpr double kept = 1 - 1 / memory;
     n_verified_ = n_verified_ * kept + 1;
     n_alone_ = n_alone_ * kept + (was_found_ ? 0 : 1);
     was_found_ = true;
@@ -174,7 +174,6 @@ void Pace::compare_found(int32_t n_matched, int32_t n_compared, int32_t n_right)
     matches_.count(n_matched, n_compared, n_right);
     if (best.depth == 0) return;
     n_emitted_found_ += n_last_;
-    constexpr double kept = 1 - 1 / memory;
     n_found_ = n_found_ * kept + 1;
     double n_stood = 0, chance = 1;
     for (int32_t depth = 1; depth <= max_depth(); ++depth) {
@@ -238,7 +237,6 @@ void Pace::observe_drafts(int32_t n_drafted, int32_t n_accepted, double draft_s,
 // Inside
 
 void Pace::emitted(int32_t n_tokens) {
-    constexpr double kept = 1 - 1 / memory;
     n_emitted_ = n_emitted_ * kept + n_tokens;
     n_emitted_found_ *= kept;
     n_last_ = n_tokens;
@@ -328,10 +326,10 @@ void Pace::owe(double tokens) { debt_ = std::min(std::max(debt_ + tokens, -max_c
 // What is known fades with every round, drafted or plain. Where nothing is left the prior stands in, and fades in turn: one that
 // stayed would tip close decisions.
 void Pace::fade(int64_t n_rounds) {
-    const double kept = std::pow(1 - 1 / memory, double(n_rounds));
+    const double left = std::pow(kept, double(n_rounds));
     for (auto & [tried, stood] : tallies_) {
-        tried *= kept;
-        stood *= kept;
+        tried *= left;
+        stood *= left;
     }
     auto & [tried, stood] = tallies_[0];
     const double missing = std::max(0.0, prior_rounds - tried);

@@ -468,12 +468,8 @@ def command(seconds: float, only: str, number: int, keep: Path, again: Path | No
             edited = gguf_edit.read(seed.sidecar or seed.main)
             try:
                 edited.apply(*edits).write(case)
-            except (
-                KeyError,
-                IndexError,
-                TypeError,
-                struct.error,
-            ):  # an earlier edit took away what this one changes, or its type
+            except (KeyError, IndexError, TypeError, struct.error):
+                # An earlier edit took away what this one changes, or its type.
                 return Outcome("", None)
             return run(seed.main, case, stderr) if seed.sidecar else run(case, None, stderr)
 

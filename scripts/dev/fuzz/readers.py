@@ -121,7 +121,7 @@ def bounded(run: Callable[[bytes], None]) -> Callable[[bytes], None]:
     for category in (
         RuntimeWarning,
         UserWarning,
-    ):  # numpy's and torch's, which would stand beside the one line
+    ):  # numpy's and torch's: they would stand beside the one line
         warnings.simplefilter("error", category)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     signal.signal(signal.SIGPROF, stop)
