@@ -557,6 +557,9 @@ class Generation(Iterator[str]):
             stop=request.stop,
             preserved=request.preserved,
         )
+        self._counting = (
+            threading.RLock()
+        )  # held from reading counts until they are taken over: they never go back
         self._pieces = self._run()
 
     @property
@@ -586,7 +589,8 @@ class Generation(Iterator[str]):
 
     @property
     def stats(self) -> Stats:
-        self._stats.count(self._native.counts)
+        with self._counting:
+            self._stats.count(self._native.counts)
         if self._request.rule == "auto":
             self._stats.accept = "auto, now " + ("reject" if self._session._rules.rejects else "match")
         return self._stats

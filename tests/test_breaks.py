@@ -321,6 +321,34 @@ def test_a_signal_handler_may_read_a_text_at_any_moment(model: Model) -> None:
         assert n_tokens == [12] and seen.count(generation.tokens) == len(seen) > 2
 
 
+def test_counts_that_a_slow_thread_read_do_not_replace_newer_ones(model: Model) -> None:
+    with model.session() as session:
+        generation = session.generate(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+        native, has_read, may_go_on = generation._native, threading.Event(), threading.Event()
+
+        class Slow:
+            def __getattr__(self, name: str) -> object:
+                found = getattr(native, name)
+                if name == "counts" and threading.current_thread() is thread:
+                    has_read.set()
+                    may_go_on.wait(0.5)
+                return found
+
+        thread = threading.Thread(target=lambda: generation.stats)
+        next(generation)
+        generation._native = Slow()
+        thread.start()
+        assert has_read.wait(20)
+        generation._native = native
+        for _ in generation:
+            pass
+        stats = generation.stats
+        assert stats.n_tokens == 20
+        may_go_on.set()
+        thread.join()
+        assert stats.n_tokens == 20
+
+
 def test_what_threads_read_of_a_text_only_grows(model: Model) -> None:
     with model.session() as session:
         generation = session.generate(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
